@@ -1,0 +1,634 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "gymnasium[mujoco]==1.4.0",
+#     "moviepy==2.2.1",
+#     "mujoco==4.0.0",
+#     "numpy==2.4.6",
+#     "tensorboard==2.21.0",
+#     "torch==2.13.0",
+#     "tqdm==4.70.1",
+#     "tyro==1.0.16",
+#     "wandb==0.31.0",
+# ]
+# ///
+"""RMPG: regret matching policy gradient, for continuous actions. VSOP over all actions and not only the one taken.
+
+    grad J = E[ vol(A) / K * sum over K uniform actions of (q(s, a) - v(s))+ grad pi(a | s, theta) ]
+
+    python rmpg_continuous.py --env-id Humanoid-v4
+
+Srinivasan et al., "Actor-Critic Policy Optimization in Partially Observable Multiagent Environments" (2018), as the
+ablation "all-actions" of VSOP in "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages"
+(ICML 2024), section 5.1. Line numbers in comments are those of its Algorithm 1.
+"""
+
+import difflib
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+# Matrices of this size gain nothing from more threads, and runs side by side would fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+def fail(message: str):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run's folder name"""
+    env_id: str = "HalfCheetah-v4"
+    """Gymnasium id of a task with continuous actions"""
+    seed: int = 1
+    """seed of the environments, the initial weights and all sampling"""
+    total_timesteps: int = 3_000_000
+    """environment steps to train for, over all environments"""
+    num_envs: int = 1
+    """environments stepped side by side"""
+    num_steps: int = 2048
+    """steps of each environment per rollout"""
+    learning_rate: float = 2e-4
+    """learning rate of the optimizer"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0 over total_timesteps"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.60
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 10
+    """epochs over each rollout"""
+    max_grad_norm: float = 6.4
+    """clip the norm of the gradient to this"""
+    ent_coef: float = 0.0
+    """coefficient of the entropy bonus"""
+    vf_coef: float = 0.5
+    """coefficient of the critic's squared error"""
+    width: int = 256
+    """units in each of the two hidden layers"""
+    dropout_rate: float = 0.0
+    """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
+    mc_samples: int = 100
+    """actions per state, for the value of the policy and for the sum over all actions"""
+    num_advantage_samples: int = 1
+    """draws of the critic that the advantages are averaged over"""
+    spectral_norm: bool = True
+    """divide the hidden layers by their spectral norm (ablation: --no-spectral-norm)"""
+    thompson: bool = True
+    """act, and estimate advantages, with samples of the weights and not with their mean (ablation: --no-thompson)"""
+    norm_obs: bool = True
+    """normalize observations by their running mean and variance"""
+    norm_reward: bool = True
+    """divide rewards by the running standard deviation of the discounted return"""
+    bootstrap_truncated: bool = False
+    """add gamma * v(final observation) at a time limit; otherwise it counts as a true end, as in the authors' code"""
+    cuda: bool = True
+    """use a GPU when there is one"""
+    compile: bool = True
+    """compile the update with torch.compile when a C++ compiler is installed"""
+    save_model: bool = True
+    """write the trained policy to runs/<run>/policy.pt"""
+    capture_video: bool = False
+    """film some episodes of the first environment into runs/<run>/videos"""
+    track: bool = False
+    """track the run with Weights & Biases"""
+    wandb_project_name: str = "vsop"
+    """W&B project"""
+    wandb_entity: str | None = None
+    """W&B user or team"""
+    batch_size: int = field(init=False)
+    num_iterations: int = field(init=False)
+
+    def __post_init__(self):
+        def check(valid, names, meaning):
+            for name in names.split():
+                if not valid(getattr(self, name)):
+                    fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
+
+        check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
+        check(lambda x: x >= 1, "num_advantage_samples mc_samples", "at least 1")
+        check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm", "positive")
+        check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
+        check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
+        check(lambda x: 0 <= x < 1, "dropout_rate", "in [0, 1)")
+        self.batch_size = self.num_envs * self.num_steps
+        self.num_iterations = self.total_timesteps // self.batch_size
+        if self.batch_size % self.num_minibatches:
+            fail(f"a rollout of {self.batch_size} steps cannot be split into {self.num_minibatches} equal minibatches")
+        if self.num_iterations < 1:
+            fail(f"--total-timesteps {self.total_timesteps} is less than one rollout of {self.batch_size} steps")
+
+
+# ---------------------------------------------------------------------------------------------------- environment
+
+
+def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
+    warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
+    import mujoco
+
+    def on_warning(message):  # MuJoCo 4 deprecates an attribute in Gymnasium's own model files
+        if "settotalmass" not in str(message):
+            print(message, file=sys.stderr)
+
+    mujoco.set_mju_user_warning(on_warning)
+    if env_id.startswith("dm_control/"):
+        try:
+            import shimmy
+
+            gym.register_envs(shimmy)
+        except ImportError:
+            fail(f"{env_id} needs dm_control: pip install 'shimmy[dm-control]'")
+    try:
+        env = gym.make(env_id, render_mode="rgb_array" if video_dir else None, disable_env_checker=True)
+    except gym.error.UnregisteredEnv:
+        near = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.4)
+        fail(f"unknown task {env_id!r}" + (f"; the nearest names are {', '.join(near)}" if near else ""))
+    except (gym.error.Error, ImportError) as error:
+        fail(f"cannot make {env_id}: {str(error).splitlines()[0]}")
+    if not isinstance(env.action_space, gym.spaces.Box):
+        fail(f"{env_id} has actions {env.action_space}, this script needs a Box of continuous actions")
+    if not env.observation_space.is_np_flattenable:
+        fail(f"{env_id} has observations {env.observation_space}, which cannot be flattened into a vector")
+    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    if video_dir:
+        env = gym.wrappers.RecordVideo(env, str(video_dir))
+    return env
+
+
+class RunningStats:
+    """Mean and variance of all that was ever passed to `update`, by Welford's method for batches."""
+
+    def __init__(self, shape=()):
+        self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
+
+    def update(self, x):
+        self.count += len(x)
+        delta = x - self.mean
+        self.mean = self.mean + delta.sum(0) / self.count
+        self.m2 = self.m2 + (delta * (x - self.mean)).sum(0)
+
+    @property
+    def std(self):
+        return np.sqrt(self.m2 / self.count + 1e-8)
+
+
+class Envs:
+    """`num_envs` copies of a task, stepped in turn and reset in the step that ends an episode, with normalization.
+
+    Written out because it is the hot loop: the usual stack of wrappers costs several times the simulation itself.
+    """
+
+    def __init__(self, args, run_dir):
+        self.args, self.num_envs = args, args.num_envs
+        videos = run_dir / "videos" if args.capture_video else None
+        self.envs = [make_env(args.env_id, videos if i == 0 else None) for i in range(args.num_envs)]
+        self.action_space = self.envs[0].action_space
+        self.obs_dim = self.envs[0].observation_space.shape[0]
+        self.action_dim = math.prod(self.action_space.shape)
+        self.low, self.high = (x.reshape(-1) for x in (self.action_space.low, self.action_space.high))
+        self.obs_stats, self.return_stats = RunningStats(self.obs_dim), RunningStats()
+        self.discounted_return = np.zeros(self.num_envs)
+        self.episode_return = np.zeros(self.num_envs)
+        self.episode_length = np.zeros(self.num_envs, dtype=int)
+        self.global_step = 0
+        self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
+        raw = [env.reset(seed=args.seed + i)[0] for i, env in enumerate(self.envs)]
+        self.obs = self.normalize_obs(np.array(raw))  # what the policy acts on next
+
+    def normalize_obs(self, raw):
+        if not self.args.norm_obs:
+            return raw.astype(np.float32)
+        self.obs_stats.update(raw)
+        normal = (raw - self.obs_stats.mean) / self.obs_stats.std
+        return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
+
+    def normalize_reward(self, rewards):
+        if not self.args.norm_reward:
+            return rewards
+        self.discounted_return = self.discounted_return * self.args.gamma + rewards
+        self.return_stats.update(self.discounted_return)
+        return np.minimum(np.maximum(rewards / self.return_stats.std, -10.0), 10.0)
+
+    def step(self, actions):
+        """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
+        actions = np.minimum(np.maximum(actions, self.low), self.high)
+        raw = np.empty((self.num_envs, self.obs_dim))
+        rewards = np.empty(self.num_envs)
+        terminated, truncated = np.empty((2, self.num_envs), dtype=bool)
+        for i, env in enumerate(self.envs):
+            action = actions[i].reshape(self.action_space.shape)
+            raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(action)
+        self.global_step += self.num_envs
+        self.episode_return += rewards
+        self.episode_length += 1
+        self.obs = next_obs = self.normalize_obs(raw)
+        rewards = self.normalize_reward(rewards)
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            for i in ended:
+                self.finished.append((self.global_step, float(self.episode_return[i]), int(self.episode_length[i])))
+                raw[i], _ = self.envs[i].reset()
+            self.episode_return[ended] = self.episode_length[ended] = self.discounted_return[ended] = 0
+            self.obs = next_obs.copy()
+            self.obs[ended] = self.normalize_obs(raw[ended])
+        return next_obs, rewards, terminated, truncated
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- agent
+
+
+def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class SpectralLinear(nn.Linear):
+    """A linear layer divided by its spectral norm, sigma = u'Wv, u and v by power iteration (Miyato et al., 2018)."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.register_buffer("u", F.normalize(torch.randn(out_features), dim=0))
+        self.register_buffer("v", F.normalize(torch.randn(in_features), dim=0))
+
+    @torch.no_grad()
+    def power_iteration(self):
+        self.v.copy_(F.normalize(self.weight.T @ self.u, dim=0))
+        self.u.copy_(F.normalize(self.weight @ self.v, dim=0))
+
+    def sigma(self):
+        return self.u @ self.weight @ self.v
+
+    def forward(self, x):
+        # Dividing the output is the same as dividing the weight, and the output is the smaller of the two.
+        return F.linear(x, self.weight) / self.sigma() + self.bias
+
+
+def sample_masks(*shape, p, device):
+    """Draws of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
+    return torch.empty(shape, device=device).bernoulli_(1 - p).div_(1 - p)
+
+
+class MLP(nn.Module):
+    """Two hidden layers. `masks` has a dropout mask for each, shared by all rows of a batch: one draw of the weights,
+    where nn.Dropout would draw one per row. Without masks it is the posterior mean."""
+
+    def __init__(self, in_dim, out_dim, out_gain, args):
+        super().__init__()
+        linear = SpectralLinear if args.spectral_norm else nn.Linear
+        sizes = ((in_dim, args.width), (args.width, args.width))
+        self.hidden = nn.ModuleList(init_layer(linear(*size), math.sqrt(2)) for size in sizes)
+        self.out = init_layer(nn.Linear(args.width, out_dim), out_gain)
+
+    def forward(self, x, masks=(1.0, 1.0)):
+        for layer, mask in zip(self.hidden, masks):
+            x = torch.relu(layer(x)) * mask
+        return self.out(x)
+
+    @torch.no_grad()
+    def folded(self):
+        """(weight, bias) of each layer, the spectral norm divided out."""
+        for layer in (*self.hidden, self.out):
+            sigma = layer.sigma() if isinstance(layer, SpectralLinear) else 1.0
+            yield layer.weight / sigma, layer.bias.clone()
+
+
+class Agent(nn.Module):
+    def __init__(self, envs, args):
+        super().__init__()
+        self.actor = MLP(envs.obs_dim, envs.action_dim, 0.01, args)
+        self.critic = MLP(envs.obs_dim + envs.action_dim, 1, 1.0, args)
+        self.register_buffer("low", torch.as_tensor(envs.low))
+        self.register_buffer("high", torch.as_tensor(envs.high))
+        if not torch.isfinite(self.high - self.low).all():
+            fail(f"{args.env_id} has unbounded actions, and RMPG integrates over all of them")
+        self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
+        for _ in range(10):
+            self.power_iteration()
+
+    def power_iteration(self):
+        for module in self.modules():
+            if isinstance(module, SpectralLinear):
+                module.power_iteration()
+
+
+def action_values(critic: MLP, obs, actions, masks):
+    """q(s, a) for `actions` of shape (states, K, action_dim). The state's part of the first layer is computed once, not
+    K times, and the states are taken some at a time so that the hidden layers stay in the cache."""
+    first, second = critic.hidden
+    sigma = first.sigma() if isinstance(first, SpectralLinear) else 1.0
+    of_obs, of_action = (first.weight / sigma).split([obs.shape[-1], actions.shape[-1]], dim=-1)
+    values = []
+    for s, a in zip(obs.split(64), actions.split(64)):
+        hidden = torch.relu((F.linear(s, of_obs, first.bias).unsqueeze(1) + F.linear(a, of_action)).flatten(0, 1))
+        hidden = torch.relu(second(hidden * masks[0])) * masks[1]
+        values.append(critic.out(hidden).view(a.shape[:2]))
+    return torch.cat(values)
+
+
+def action_means(layers, obs, masks=(1.0, 1.0)):
+    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a quarter of torch's time."""
+    *hidden, (weight_out, bias_out) = layers
+    for (weight, bias), mask in zip(hidden, masks):
+        obs = np.maximum(obs @ weight.T + bias, 0.0) * mask
+    return obs @ weight_out.T + bias_out
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+
+class Rollout(NamedTuple):
+    """Arrays of shape (num_steps, num_envs, ...). `next_obs` is where the step led, before any reset."""
+
+    obs: np.ndarray
+    actions: np.ndarray
+    logprobs: np.ndarray
+    rewards: np.ndarray
+    next_obs: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+@torch.no_grad()
+def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
+    """Lines 2 to 9: act for num_steps, each step and environment with its own draw of the actor."""
+    steps, n = args.num_steps, args.num_envs
+    layers = [(weight.cpu().numpy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
+    log_std = agent.log_std.cpu().numpy()
+    noise = torch.randn(steps, n, envs.action_dim).numpy()
+    scaled_noise = noise * np.exp(log_std)
+    masks = np.ones((steps, 2, 1, 1), dtype=np.float32)
+    if args.thompson:
+        masks = sample_masks(steps, 2, n, args.width, p=args.dropout_rate, device="cpu").numpy()  # line 5
+    obs, next_obs = np.empty((2, steps, n, envs.obs_dim), dtype=np.float32)
+    actions = np.empty((steps, n, envs.action_dim), dtype=np.float32)
+    rewards = np.empty((steps, n))
+    terminated, truncated = np.empty((2, steps, n), dtype=bool)
+    for t in range(steps):
+        obs[t] = envs.obs
+        actions[t] = action_means(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
+        next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])  # lines 7 and 8
+    logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # of the sampled policy that acted
+    return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
+
+
+def gae(rewards, values, next_values, ends, gamma, gae_lambda):
+    """Generalized advantage estimation; `next_values` is 0 after a terminal step, and no sum crosses an end."""
+    deltas = rewards + gamma * next_values - values
+    decays = gamma * gae_lambda * ~ends
+    advantages, advantage = np.empty_like(deltas), 0.0
+    for t in reversed(range(len(deltas))):
+        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    return advantages
+
+
+class Estimate(NamedTuple):
+    advantages: np.ndarray
+    values: np.ndarray
+    next_values: np.ndarray
+    batch: tuple  # what minibatches are taken from: tensors with a row per step of the rollout
+
+
+@torch.no_grad()
+def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Estimate:
+    """Lines 10, 11 and 13: advantages and targets from a draw of the critic as it is before the update.
+
+    v(s) is the mean of q over actions of the policy; the advantages are those of uniform actions, the targets GAE's."""
+    ends = rollout.terminated | rollout.truncated
+    jumps = ends.copy()  # where the next state is not the next row
+    jumps[-1] = True
+    obs = torch.as_tensor(rollout.obs, device=device).flatten(0, 1)
+    states = torch.cat([obs, torch.as_tensor(rollout.next_obs[jumps], device=device)])
+    # The targets are linear in the values: averaging values over draws averages the targets.
+    draws = args.num_advantage_samples if args.thompson else 1
+    values = torch.zeros(len(states), device=device)
+    h_plus = torch.zeros(len(obs), args.mc_samples, device=device)
+    means = agent.actor(states).unsqueeze(1)
+    shape = (len(states), args.mc_samples, means.shape[-1])
+    uniform = agent.low + (agent.high - agent.low) * torch.rand(len(obs), *shape[1:], device=device)
+    for _ in range(draws):
+        masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
+        actions = means + agent.log_std.exp() * torch.randn(shape, device=device)
+        draw = action_values(agent.critic, states, actions, masks).mean(1)
+        values += draw / draws
+        h_plus += (action_values(agent.critic, obs, uniform, masks) - draw[: len(obs), None]) / draws
+    h_plus.relu_()
+    values, jump_values = np.split(values.cpu().numpy(), [len(obs)])
+    values = values.reshape(rollout.rewards.shape)
+    next_values = np.roll(values, -1, axis=0)
+    next_values[jumps] = jump_values
+    next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
+    advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
+    columns = (rollout.actions, rollout.logprobs, advantages + values)
+    columns = (torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in columns)
+    return Estimate(advantages, values, next_values, batch=(obs, *columns, uniform, h_plus))
+
+
+def gaussian_logprob(actions, means, log_std):
+    return -(0.5 * ((actions - means) / log_std.exp()) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def loss_function(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
+    """Lines 15 and 17, with the sum over uniform actions in place of the action taken."""
+    obs, actions, old_logprobs, returns, uniform, h_plus = minibatch
+    means = agent.actor(obs, masks[:2])
+    densities = gaussian_logprob(uniform, means.unsqueeze(1), agent.log_std).exp()
+    policy_loss = -(agent.high - agent.low).prod() * (h_plus * densities).mean()
+    values = agent.critic(torch.cat([obs, actions], dim=-1), masks[2:]).squeeze(-1)
+    value_loss = F.mse_loss(values, returns)
+    entropy = (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    logratio = gaussian_logprob(actions, means, agent.log_std) - old_logprobs
+    approx_kl = (logratio.exp() - 1 - logratio).mean()
+    return loss, dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, approx_kl=approx_kl)
+
+
+def gradients(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
+    """Clipped gradients of a minibatch. Compiled, it runs in a third of the time."""
+    agent.power_iteration()
+    loss, stats = loss_function(agent, minibatch, masks, args)
+    grads = torch.autograd.grad(loss, list(agent.parameters()))
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    return [grad * scale for grad in grads], {name: x.detach() for name, x in (*stats.items(), ("grad_norm", norm))}
+
+
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 11: a unit normal prior over the weights
+    return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, eps=1e-8, weight_decay=decay, fused=True)
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: tuple, args: Args) -> dict:
+    masks = sample_masks(4, args.width, p=args.dropout_rate, device=minibatch[0].device)  # lines 14 and 16
+    grads, stats = gradients(agent, minibatch, masks, args)
+    for parameter, grad in zip(agent.parameters(), grads):
+        parameter.grad = grad
+    optimizer.step()
+    return stats
+
+
+# ------------------------------------------------------------------------------------------------ results of a run
+
+
+@torch.no_grad()
+def mechanisms(agent: Agent, est: Estimate, args: Args) -> dict:
+    """Are the paper's mechanisms at work? The share of steps the policy learns from, the additive term C_pi of
+    Theorem 3.1, and how far draws of the actor disagree (posterior standard deviation of the action mean)."""
+    c_pi = np.maximum(args.gamma * est.next_values - est.values, 0.0).mean()
+    obs = est.batch[0][:: max(1, args.batch_size // 128)]
+    masks = sample_masks(2, 16, 1, args.width, p=args.dropout_rate, device=obs.device)
+    disagreement = agent.actor(obs.expand(16, *obs.shape), masks).std(0).mean().item()
+    return dict(positive_advantages=(est.advantages > 0).mean(), c_pi=c_pi, disagreement=disagreement)
+
+
+@torch.no_grad()
+def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: list, args: Args, detailed: bool):
+    for name in stats[0]:
+        writer.add_scalar(f"losses/{name}", torch.stack([x[name] for x in stats]).mean().item(), step)
+    spread = (est.advantages + est.values).var()
+    explained = 1 - est.advantages.var() / spread if spread > 0 else math.nan
+    writer.add_scalar("losses/explained_variance", explained, step)
+    for name, value in mechanisms(agent, est, args).items():
+        writer.add_scalar(f"vsop/{name}", value, step)
+    if detailed:
+        writer.add_histogram("vsop/advantages", est.advantages, step)
+        writer.add_histogram("vsop/relu_advantages", np.maximum(est.advantages, 0.0), step)
+        for name, network in (("actor", agent.actor), ("critic", agent.critic)):
+            for i, (weight, _) in enumerate(network.folded()):
+                writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
+
+
+def save_policy(path: Path, agent: Agent, envs: Envs, args: Args):
+    """All it takes to act: the actor with the spectral norm folded in, and how observations and actions are scaled."""
+    policy = dict(script=Path(__file__).stem, args=asdict(args), log_std=agent.log_std.detach().cpu())
+    policy["layers"] = [(weight.cpu(), bias.cpu()) for weight, bias in agent.actor.folded()]
+    policy["obs_mean"], policy["obs_std"] = torch.as_tensor(envs.obs_stats.mean), torch.as_tensor(envs.obs_stats.std)
+    policy["action_low"], policy["action_high"] = torch.as_tensor(envs.low), torch.as_tensor(envs.high)
+    torch.save(policy, path)
+
+
+class Progress:
+    """A progress bar on a terminal, elsewhere a line every half minute."""
+
+    def __init__(self, total: int):
+        self.returns, self.rate, self.start = deque(maxlen=100), 0.0, time.time()
+        self.next_line = self.start + 30
+        self.bar = tqdm(total=total, unit="step", unit_scale=True, file=sys.stdout, disable=not sys.stdout.isatty())
+
+    def update(self, step: int):
+        self.rate = step / (time.time() - self.start)
+        self.bar.set_postfix_str(f"return {self.mean_return():.2f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and time.time() > self.next_line:
+            left = time.strftime("%H:%M:%S", time.gmtime((self.bar.total - step) / self.rate))
+            print(f"step {step}  {self.rate:.0f} steps/s  return {self.mean_return():.2f}  {left} left", flush=True)
+            self.next_line = time.time() + 30
+
+    def mean_return(self) -> float:
+        return float(np.mean(self.returns)) if self.returns else math.nan
+
+
+def make_run_dir(args: Args) -> Path:
+    stamp = int(time.time())
+    while True:
+        run_dir = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}".replace("/", "-"))
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:  # a run of the same name that started in the same second
+            stamp += 1
+        except OSError as error:
+            fail(f"cannot write to the runs folder: {error}")
+
+
+def can_compile(device: torch.device) -> bool:
+    if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
+        print("no C++ compiler found: the update runs uncompiled, at half the speed or less", file=sys.stderr)
+        return False
+    torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
+    return True
+
+
+def train(args: Args) -> Path:
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    make_env(args.env_id).close()  # a bad task ends the program here, before there is a run folder
+    run_dir = make_run_dir(args)
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, config=asdict(args),
+                   sync_tensorboard=True, save_code=True)  # fmt: skip
+    writer = SummaryWriter(str(run_dir))
+    rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    envs = Envs(args, run_dir)
+    agent = Agent(envs, args).to(device)
+    optimizer = make_optimizer(agent, args)
+    gradient_function = torch.compile(gradients) if args.compile and can_compile(device) else gradients
+    log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
+    progress = Progress(args.num_iterations * args.batch_size)
+
+    for iteration in range(1, args.num_iterations + 1):
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        rollout = collect(envs, agent, args)
+        est = estimate(agent, rollout, args, device)
+        stats = []
+        for _ in range(args.update_epochs):
+            order = torch.randperm(args.batch_size, device=device)
+            for minibatch in zip(*(x[order].chunk(args.num_minibatches) for x in est.batch)):
+                stats.append(update(agent, optimizer, gradient_function, minibatch, args))
+
+        for step, episode_return, episode_length in envs.finished:
+            writer.add_scalar("charts/episodic_return", episode_return, step)
+            writer.add_scalar("charts/episodic_length", episode_length, step)
+            progress.returns.append(episode_return)
+        envs.finished.clear()
+        if iteration % log_every == 0:
+            progress.update(envs.global_step)
+            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
+            writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
+            log(writer, envs.global_step, agent, est, stats, args, detailed=iteration % (10 * log_every) == 0)
+
+    progress.bar.close()
+    envs.close()
+    writer.close()
+    if args.track:
+        wandb.finish()
+    if args.save_model:
+        save_policy(run_dir / "policy.pt", agent, envs, args)
+    print(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {progress.mean_return():.2f}")
+    return run_dir
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
