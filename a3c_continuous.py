@@ -149,12 +149,12 @@ def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
         except ImportError:
             fail(f"{env_id} needs dm_control: pip install 'shimmy[dm-control]'")
     try:
-        env = gym.make(env_id, render_mode="rgb_array" if video_dir else None, disable_env_checker=True)
+        env = gym.make(env_id, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
     except gym.error.UnregisteredEnv:
         near = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.4)
         fail(f"unknown task {env_id!r}" + (f"; the nearest names are {', '.join(near)}" if near else ""))
-    except (gym.error.Error, ImportError) as error:
-        fail(f"cannot make {env_id}: {str(error).splitlines()[0]}")
+    except Exception as error:  # whatever a task of a third party may raise
+        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if not isinstance(env.action_space, gym.spaces.Box):
         fail(f"{env_id} has actions {env.action_space}, this script needs a Box of continuous actions")
     if not env.observation_space.is_np_flattenable:

@@ -21,7 +21,7 @@ where theta_old is the draw of the actor that acted (Thompson sampling) and thet
     python vsppo_continuous.py --env-id Humanoid-v4
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix
-"Spectral Normalization and Thompson Sampling May Improve PPO". Line numbers in comments are those of its Algorithm 1.
+"Spectral Normalization and Thompson Sampling May Improve PPO". Line numbers in comments are those of Algorithm 1.
 """
 
 import difflib
@@ -167,12 +167,12 @@ def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
         except ImportError:
             fail(f"{env_id} needs dm_control: pip install 'shimmy[dm-control]'")
     try:
-        env = gym.make(env_id, render_mode="rgb_array" if video_dir else None, disable_env_checker=True)
+        env = gym.make(env_id, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
     except gym.error.UnregisteredEnv:
         near = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.4)
         fail(f"unknown task {env_id!r}" + (f"; the nearest names are {', '.join(near)}" if near else ""))
-    except (gym.error.Error, ImportError) as error:
-        fail(f"cannot make {env_id}: {str(error).splitlines()[0]}")
+    except Exception as error:  # whatever a task of a third party may raise
+        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if not isinstance(env.action_space, gym.spaces.Box):
         fail(f"{env_id} has actions {env.action_space}, this script needs a Box of continuous actions")
     if not env.observation_space.is_np_flattenable:
@@ -366,7 +366,7 @@ class Rollout(NamedTuple):
 
 @torch.no_grad()
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
-    """Lines 2 to 9: act for num_steps, each step and environment with its own draw of the actor."""
+    """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the actor."""
     steps, n = args.num_steps, args.num_envs
     layers = [(weight.cpu().numpy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
     log_std = agent.log_std.cpu().numpy()
@@ -406,7 +406,7 @@ class Estimate(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Estimate:
-    """Lines 10, 11 and 13: advantages and targets from a draw of the critic as it is before the update."""
+    """Lines 9 and 13: advantages and targets from a draw of the critic as it is before the update."""
     ends = rollout.terminated | rollout.truncated
     jumps = ends.copy()  # where the next state is not the next row
     jumps[-1] = True
@@ -470,7 +470,7 @@ def gradients(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
 
 
 def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
-    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 11: a unit normal prior over the weights
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
     return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, eps=1e-8, weight_decay=decay, fused=True)
 
 

@@ -1,0 +1,43 @@
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+SCRIPTS = ("vsop_continuous", "a3c_continuous", "ppo_continuous", "vsppo_continuous", "rmpg_continuous")
+BAYESIAN = ("vsop_continuous", "vsppo_continuous", "rmpg_continuous")  # with masks and spectral norm
+
+
+def load(name):
+    return importlib.import_module(name)
+
+
+def small_agent(script, obs_dim=5, action_dim=3, bound=2.0, **settings):
+    """Settings and an agent of a script, for a task that need not exist."""
+    torch.manual_seed(0)
+    args = script.Args(**(dict(width=8, num_steps=16, num_minibatches=1, total_timesteps=1000) | settings))
+    high = np.full(action_dim, bound, dtype=np.float32)
+    return args, script.Agent(SimpleNamespace(obs_dim=obs_dim, action_dim=action_dim, low=-high, high=high), args)
+
+
+def run(name, *options, cwd, **env):
+    """A script through its command line."""
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, options)]
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    return load(request.param)
+
+
+@pytest.fixture(params=BAYESIAN)
+def bayesian(request):
+    return load(request.param)

@@ -1,0 +1,117 @@
+"""Advantage estimation against sums written out term by term."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import small_agent
+
+STEPS, ENVS, OBS = 40, 3, 5
+
+
+def random_rollout(script, rng):
+    obs = rng.normal(size=(STEPS, ENVS, OBS)).astype(np.float32)
+    next_obs = np.concatenate([obs[1:], rng.normal(size=(1, ENVS, OBS)).astype(np.float32)])
+    terminated = rng.random((STEPS, ENVS)) < 0.1
+    truncated = rng.random((STEPS, ENVS)) < 0.1
+    ends = terminated | truncated
+    next_obs[ends] = rng.normal(size=(ends.sum(), OBS))
+    actions = rng.normal(size=(STEPS, ENVS, 3)).astype(np.float32)
+    rewards, logprobs = rng.normal(size=(2, STEPS, ENVS))
+    return script.Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
+
+
+def brute_force(rollout, values, next_values, args):
+    """sum over k of (gamma lambda)^(k - t) delta_k, for every t and k up to the end of t's episode."""
+    expected = np.zeros((STEPS, ENVS))
+    for n in range(ENVS):
+        for t in range(STEPS):
+            for k in range(t, STEPS):
+                ended = rollout.terminated[k, n] or rollout.truncated[k, n]
+                cut = rollout.terminated[k, n] or (rollout.truncated[k, n] and not args.bootstrap_truncated)
+                delta = rollout.rewards[k, n] + args.gamma * next_values[k, n] * (not cut) - values[k, n]
+                expected[t, n] += (args.gamma * args.gae_lambda) ** (k - t) * delta
+                if ended:
+                    break
+    return expected
+
+
+@torch.no_grad()
+def state_values(agent, obs, masks=None):
+    x = torch.as_tensor(obs)
+    if agent.critic.hidden[0].in_features > OBS:  # RMPG's q(s, a)
+        x = torch.cat([x, torch.zeros(*x.shape[:-1], 3)], dim=-1)
+    return (agent.critic(x) if masks is None else agent.critic(x, masks)).squeeze(-1).numpy()
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_estimate_is_the_brute_force_sum(script, bootstrap):
+    settings = dict(gamma=0.9, gae_lambda=0.7, bootstrap_truncated=bootstrap, num_steps=STEPS, num_envs=ENVS)
+    if hasattr(script.Args, "dropout_rate"):
+        settings["dropout_rate"] = 0.0
+    args, agent = small_agent(script, **settings)
+    if hasattr(script, "action_values"):  # a critic that ignores the action: then v is q, whatever the sampled actions
+        agent.critic.hidden[0].weight.data[:, OBS:] = 0.0
+    rollout = random_rollout(script, np.random.default_rng(0))
+    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    values, next_values = state_values(agent, rollout.obs), state_values(agent, rollout.next_obs)
+    np.testing.assert_allclose(est.values, values, atol=1e-5)
+    expected = brute_force(rollout, values, next_values, args)
+    np.testing.assert_allclose(est.advantages, expected, atol=1e-5)
+    returns = est.batch[3] if hasattr(script, "action_values") else est.batch[4]
+    np.testing.assert_allclose(returns, (expected + values).reshape(-1), atol=1e-5)
+
+
+def test_advantages_average_over_draws_of_the_critic():
+    import vsop_continuous as script
+
+    settings = dict(dropout_rate=0.4, num_advantage_samples=3, num_steps=STEPS, num_envs=ENVS)
+    args, agent = small_agent(script, **settings)
+    rollout = random_rollout(script, np.random.default_rng(0))
+    torch.manual_seed(7)
+    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    torch.manual_seed(7)
+    expected = []
+    for _ in range(3):
+        masks = script.sample_masks(2, args.width, p=0.4, device="cpu")
+        draw = state_values(agent, rollout.obs, masks), state_values(agent, rollout.next_obs, masks)
+        expected.append(brute_force(rollout, *draw, args))
+    assert np.abs(expected[0] - expected[1]).max() > 0.01  # the draws do differ
+    np.testing.assert_allclose(est.advantages, np.mean(expected, axis=0), atol=1e-5)
+
+
+def test_without_thompson_sampling_the_critic_is_the_posterior_mean():
+    import vsop_continuous as script
+
+    args, agent = small_agent(script, dropout_rate=0.4, thompson=False, num_steps=STEPS, num_envs=ENVS)
+    rollout = random_rollout(script, np.random.default_rng(0))
+    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    np.testing.assert_allclose(est.values, state_values(agent, rollout.obs), atol=1e-6)
+
+
+def test_rmpg_evaluates_the_same_q_as_its_critic():
+    import rmpg_continuous as script
+
+    args, agent = small_agent(script, mc_samples=7, num_steps=STEPS, num_envs=ENVS)
+    rollout = random_rollout(script, np.random.default_rng(0))
+    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    obs, _, _, _, uniform, h_plus = est.batch
+    assert uniform.shape == (STEPS * ENVS, 7, 3) and uniform.abs().max() <= 2 and uniform.std() > 1
+    pairs = torch.cat([obs.unsqueeze(1).expand(-1, 7, -1), uniform], dim=-1)
+    q = agent.critic(pairs).squeeze(-1)
+    v = torch.as_tensor(est.values).reshape(-1, 1)
+    torch.testing.assert_close(h_plus, torch.relu(q - v), atol=1e-5, rtol=1e-4)
+
+
+def test_rmpg_value_is_the_mean_of_q_over_the_policy():
+    import rmpg_continuous as script
+
+    args, agent = small_agent(script, mc_samples=20_000, num_steps=2, num_envs=1)
+    obs = np.ones((2, 1, OBS), dtype=np.float32)
+    nothing = np.zeros((2, 1), dtype=bool)
+    rollout = script.Rollout(obs, np.zeros((2, 1, 3)), np.zeros((2, 1)), np.zeros((2, 1)), obs, nothing, nothing)
+    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    torch.manual_seed(0)
+    state = torch.ones(200_000, OBS)
+    actions = agent.actor(state) + agent.log_std.exp() * torch.randn(200_000, 3)
+    expected = agent.critic(torch.cat([state, actions], dim=-1)).mean()
+    np.testing.assert_allclose(est.values, expected.item(), atol=0.03)
