@@ -613,11 +613,12 @@ def train(args: Args) -> Path:
             writer.add_scalar("charts/episodic_length", episode_length, step)
             progress.returns.append(episode_return)
         envs.finished.clear()
-        if iteration % log_every == 0:
+        last = iteration == args.num_iterations
+        if last or iteration % log_every == 0:
             progress.update(envs.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
-            log(writer, envs.global_step, agent, est, stats, args, detailed=iteration % (10 * log_every) == 0)
+            log(writer, envs.global_step, agent, est, stats, args, detailed=last or iteration % (10 * log_every) == 0)
 
     progress.bar.close()
     envs.close()

@@ -1,0 +1,178 @@
+"""The scripts as a user runs them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import BAYESIAN, SCRIPTS, load, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TINY = "--total-timesteps 256 --num-steps 64 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
+
+
+def run_dir(folder) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def scalars(folder):
+    events = EventAccumulator(str(run_dir(folder)), size_guidance=dict(scalars=0))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, events.Tags()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_smoke(name, tmp_path):
+    done = run(name, *TINY, "--env-id", "Pendulum-v1", "--total-timesteps", 1280, "--num-envs", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folder = run_dir(tmp_path)
+    assert re.fullmatch(rf"Pendulum-v1__{name}__1__\d+", folder.name)
+    line = rf"runs/{folder.name}: mean return of the last 6 episodes -\d+\.\d\d\n"
+    assert re.fullmatch(line, done.stdout), done.stdout
+    values, tags = scalars(tmp_path)
+    expected = {f"charts/{tag}" for tag in ("episodic_return", "episodic_length", "learning_rate", "SPS")}
+    losses = ("value_loss", "policy_loss", "entropy", "approx_kl", "explained_variance", "grad_norm")
+    expected |= {f"losses/{tag}" for tag in losses} | {"vsop/positive_advantages", "vsop/c_pi"}
+    expected |= {f"spectral_norm/{network}_{i}" for network in ("actor", "critic") for i in range(3)}
+    expected |= {"vsop/disagreement"} if name in BAYESIAN else {"losses/clipfrac"} if "ppo" in name else set()
+    assert expected <= set(values), expected - set(values)
+    assert {"vsop/advantages", "vsop/relu_advantages"} <= set(tags["histograms"])
+    assert all(np.isfinite(value) for tag in expected for _, value in values[tag])
+    assert [step for step, _ in values["charts/episodic_return"]] == [400, 400, 800, 800, 1200, 1200]
+    assert {length for _, length in values["charts/episodic_length"]} == {200}
+    policy = torch.load(folder / "policy.pt", weights_only=True)
+    assert policy["script"] == name and policy["args"]["env_id"] == "Pendulum-v1"
+    assert [tuple(weight.shape) for weight, _ in policy["layers"]] == [(16, 3), (16, 16), (1, 16)]
+
+
+@pytest.mark.parametrize("task", ["HalfCheetah-v4", "Humanoid-v5", "Pusher-v5", "MountainCarContinuous-v0"])
+def test_tasks(task, tmp_path):
+    done = run("vsop_continuous", *TINY, "--env-id", task, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_same_seed_same_bits(tmp_path):
+    def result(number, *options):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = run("vsop_continuous", *TINY, "--env-id", "Reacher-v4", "--num-envs", 2, *options, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        policy = torch.load(run_dir(folder) / "policy.pt", weights_only=True)
+        return scalars(folder)[0]["charts/episodic_return"], torch.cat([w.flatten() for w, _ in policy["layers"]])
+
+    returns, weights = result(1)
+    assert len(returns) > 2
+    again, same_weights = result(2)
+    assert returns == again and torch.equal(weights, same_weights)
+    other, _ = result(3, "--seed", 2)
+    assert returns != other
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_lists_every_flag_with_its_meaning(name, tmp_path):
+    done = run(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for flag in vars(load(name).Args(num_minibatches=1)):
+        listed = flag.replace("_", "-") in done.stdout
+        assert listed != (flag in ("batch_size", "num_iterations")), flag
+
+
+BAD = {
+    "--env-id HalfCheeta-v4": "unknown task 'HalfCheeta-v4'; the nearest names are HalfCheetah-v4",
+    "--env-id Pusher-v4": "mujoco<3",
+    "--env-id CartPole-v1": "CartPole-v1 has actions Discrete(2)",
+    "--num-minibatches 33": "a rollout of 2048 steps cannot be split into 33 equal minibatches",
+    "--dropout-rate 1": "--dropout-rate must be in [0, 1), got 1.0",
+    "--dropout-rate -0.1": "--dropout-rate must be in [0, 1)",
+    "--learning-rate -0.001": "--learning-rate must be positive, got -0.001",
+    "--learning-rate nan": "--learning-rate must be positive",
+    "--total-timesteps 0": "--total-timesteps 0 is less than one rollout of 2048 steps",
+    "--num-steps 0": "--num-steps must be at least 1, got 0",
+    "--num-envs 0": "--num-envs must be at least 1, got 0",
+    "--gamma 1.5": "--gamma must be in [0, 1], got 1.5",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_input_is_one_line_and_code_2(options, tmp_path):
+    done = run("vsop_continuous", *options.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert BAD[options] in done.stderr and done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_checks_its_input(name, capsys):
+    for bad in (dict(learning_rate=-1.0), dict(num_steps=0), dict(num_minibatches=3), dict(total_timesteps=0)):
+        with pytest.raises(SystemExit, match="2"):
+            load(name).Args(**bad)
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_unwritable_runs_folder(tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    done = run("vsop_continuous", *TINY, "--env-id", "Pendulum-v1", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: cannot write to the runs folder: ")
+
+
+def test_rmpg_refuses_unbounded_actions(tmp_path):
+    (tmp_path / "unbounded.py").write_text(
+        "import gymnasium as gym, numpy as np\n"
+        "class Env(gym.Env):\n"
+        "    action_space = observation_space = gym.spaces.Box(-np.inf, np.inf, (1,))\n"
+        "    def reset(self, seed=None, options=None): return np.zeros(1), {}\n"
+        "gym.register('Unbounded-v0', Env)\n"
+    )
+    done = run("rmpg_continuous", "--env-id", "unbounded:Unbounded-v0", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == "error: unbounded:Unbounded-v0 has unbounded actions, and RMPG integrates over all of them\n"
+
+
+def test_wandb_offline(tmp_path):
+    options = ("--track", "--wandb-project-name", "some-project", "--env-id", "Pendulum-v1")
+    done = run("vsop_continuous", *TINY, *options, cwd=tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(folder.glob("run-*.wandb"))[0].stat().st_size > 1000
+
+
+def test_capture_video(tmp_path):
+    done = run("ppo_continuous", *TINY, "--capture-video", "--env-id", "InvertedPendulum-v4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (run_dir(tmp_path) / "videos" / "rl-video-episode-0.mp4").stat().st_size > 1000
+
+
+def test_learning_rate_is_annealed_unless_told_otherwise(tmp_path):
+    for folder, options, expected in (("a", (), [2e-4, 1e-4]), ("b", ("--no-anneal-lr",), [2e-4, 2e-4])):
+        (tmp_path / folder).mkdir()
+        tiny = ("--total-timesteps", 4096, "--update-epochs", 1, "--num-minibatches", 1, "--no-compile")
+        run("vsop_continuous", *tiny, *options, "--env-id", "Pendulum-v1", cwd=tmp_path / folder)
+        rates = [value for _, value in scalars(tmp_path / folder)[0]["charts/learning_rate"]]
+        assert rates == pytest.approx(expected)
+
+
+def test_without_a_compiler_the_run_says_so_and_goes_on(tmp_path):
+    options = [option for option in TINY if option != "--no-compile"]
+    done = run("vsop_continuous", *options, "--env-id", "Pendulum-v1", cwd=tmp_path, PATH="", CXX="none")
+    assert done.returncode == 0
+    assert done.stderr == "no C++ compiler found: the update runs uncompiled, at half the speed or less\n"
+
+
+def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys, monkeypatch):
+    script = load("vsop_continuous")
+    progress = script.Progress(10_000)
+    progress.start -= 40.0
+    progress.returns.extend([1.0, 2.0])
+    progress.update(1000)
+    assert capsys.readouterr().out == ""
+    progress.next_line = 0.0
+    progress.update(4000)
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"step 4000  (100|99) steps/s  return 1.50  00:01:00 left\n", line), line
+    progress.update(5000)
+    assert capsys.readouterr().out == ""
