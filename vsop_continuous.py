@@ -190,8 +190,17 @@ class RunningStats:
     def update(self, x):
         self.count += len(x)
         delta = x - self.mean
-        self.mean = self.mean + delta.sum(0) / self.count
-        self.m2 = self.m2 + (delta * (x - self.mean)).sum(0)
+        self.mean += delta.sum(0) / self.count
+        self.m2 += (delta * (x - self.mean)).sum(0)
+
+    def update_in_turn(self, xs):
+        """As `update` of each row of `xs`, one after the other; returns the standard deviation after each."""
+        counts = self.count + xs.shape[1] * np.arange(1, len(xs) + 1)
+        deltas = xs - self.mean
+        sums, squares = np.cumsum(deltas.sum(1)), np.cumsum((deltas**2).sum(1))
+        m2 = np.maximum(self.m2 + squares - sums**2 / counts, 0.0)
+        self.count, self.mean, self.m2 = int(counts[-1]), self.mean + sums[-1] / counts[-1], m2[-1]
+        return np.sqrt(m2 / counts + 1e-8)
 
     @property
     def std(self):
@@ -228,33 +237,36 @@ class Envs:
         normal = (raw - self.obs_stats.mean) / self.obs_stats.std
         return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
 
-    def normalize_reward(self, rewards):
+    def normalize_rewards(self, rewards, ends):
+        """Of a whole rollout: each step is scaled by the returns up to it, but nobody looks at them before the end."""
         if not self.args.norm_reward:
             return rewards
-        self.discounted_return = self.discounted_return * self.args.gamma + rewards
-        self.return_stats.update(self.discounted_return)
-        return np.minimum(np.maximum(rewards / self.return_stats.std, -10.0), 10.0)
+        returns = np.empty_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.discounted_return = self.discounted_return * self.args.gamma + rewards[t]
+            self.discounted_return = self.discounted_return * ~ends[t]
+        return np.clip(rewards / self.return_stats.update_in_turn(returns)[:, None], -10.0, 10.0)
 
     def step(self, actions):
         """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
-        actions = np.minimum(np.maximum(actions, self.low), self.high)
+        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(-1, *self.action_space.shape)
         raw = np.empty((self.num_envs, self.obs_dim))
         rewards = np.empty(self.num_envs)
         terminated, truncated = np.empty((2, self.num_envs), dtype=bool)
+        ended = []
         for i, env in enumerate(self.envs):
-            action = actions[i].reshape(self.action_space.shape)
-            raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(action)
+            raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                ended.append(i)
         self.global_step += self.num_envs
         self.episode_return += rewards
         self.episode_length += 1
         self.obs = next_obs = self.normalize_obs(raw)
-        rewards = self.normalize_reward(rewards)
-        ended = np.flatnonzero(terminated | truncated)
-        if len(ended):
+        if ended:
             for i in ended:
                 self.finished.append((self.global_step, float(self.episode_return[i]), int(self.episode_length[i])))
                 raw[i], _ = self.envs[i].reset()
-            self.episode_return[ended] = self.episode_length[ended] = self.discounted_return[ended] = 0
+            self.episode_return[ended] = self.episode_length[ended] = 0
             self.obs = next_obs.copy()
             self.obs[ended] = self.normalize_obs(raw[ended])
         return next_obs, rewards, terminated, truncated
@@ -320,7 +332,7 @@ class MLP(nn.Module):
         """(weight, bias) of each layer, the spectral norm divided out."""
         for layer in (*self.hidden, self.out):
             sigma = layer.sigma() if isinstance(layer, SpectralLinear) else 1.0
-            yield layer.weight / sigma, layer.bias.clone()
+            yield layer.weight.detach() / sigma, layer.bias.detach()
 
 
 class Agent(nn.Module):
@@ -342,8 +354,8 @@ def action_means(layers, obs, masks=(1.0, 1.0)):
     """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a quarter of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for (weight, bias), mask in zip(hidden, masks):
-        obs = np.maximum(obs @ weight.T + bias, 0.0) * mask
-    return obs @ weight_out.T + bias_out
+        obs = np.maximum(obs @ weight + bias, 0.0) * mask
+    return obs @ weight_out + bias_out
 
 
 # ------------------------------------------------------------------------------------------------------- learning
@@ -365,7 +377,7 @@ class Rollout(NamedTuple):
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the actor."""
     steps, n = args.num_steps, args.num_envs
-    layers = [(weight.cpu().numpy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
+    layers = [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -381,6 +393,7 @@ def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
         actions[t] = action_means(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
         next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])  # lines 7 and 8
     logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # of the sampled policy that acted
+    rewards = envs.normalize_rewards(rewards, terminated | truncated)
     return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
 
 
@@ -415,9 +428,9 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     for _ in range(draws):
         masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
         values += agent.critic(states, masks).squeeze(-1) / draws
-    values, jump_values = np.split(values.cpu().numpy(), [len(obs)])
-    values = values.reshape(rollout.rewards.shape)
-    next_values = np.roll(values, -1, axis=0)
+    values = values.cpu().numpy()
+    values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
+    next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
@@ -445,25 +458,31 @@ def loss_function(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Arg
 
 
 def gradients(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
-    """Clipped gradients of a minibatch. Compiled, it runs in a third of the time."""
+    """The clipped gradient of a minibatch, as one vector."""
     agent.power_iteration()
     loss, stats = loss_function(agent, minibatch, masks, args)
-    grads = torch.autograd.grad(loss, list(agent.parameters()))
-    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return [grad * scale for grad in grads], {name: x.detach() for name, x in (*stats.items(), ("grad_norm", norm))}
+    gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
+    stats["grad_norm"] = norm = gradient.square().sum().sqrt()
+    gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    return gradient, {name: x.detach() for name, x in stats.items()}
+
+
+def as_one_vector(agent: Agent) -> nn.Parameter:
+    """All parameters as views of one vector: the optimizer takes one step on it, and not one on each of its parts."""
+    vector = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
+    nn.utils.vector_to_parameters(vector.data, agent.parameters())
+    return vector
 
 
 def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
     decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
-    return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, eps=1e-8, weight_decay=decay, fused=True)
+    return torch.optim.AdamW([as_one_vector(agent)], lr=args.learning_rate, eps=1e-8, weight_decay=decay, fused=True)
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: tuple, args: Args) -> dict:
     masks = sample_masks(4, args.width, p=args.dropout_rate, device=minibatch[0].device)  # lines 14 and 16
-    grads, stats = gradients(agent, minibatch, masks, args)
-    for parameter, grad in zip(agent.parameters(), grads):
-        parameter.grad = grad
+    (vector,) = optimizer.param_groups[0]["params"]
+    vector.grad, stats = gradients(agent, minibatch, masks, args)
     optimizer.step()
     return stats
 
@@ -501,8 +520,8 @@ def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: li
 
 def save_policy(path: Path, agent: Agent, envs: Envs, args: Args):
     """All it takes to act: the actor with the spectral norm folded in, and how observations and actions are scaled."""
-    policy = dict(script=Path(__file__).stem, args=asdict(args), log_std=agent.log_std.detach().cpu())
-    policy["layers"] = [(weight.cpu(), bias.cpu()) for weight, bias in agent.actor.folded()]
+    policy = dict(script=Path(__file__).stem, args=asdict(args), log_std=agent.log_std.detach().cpu().clone())
+    policy["layers"] = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.folded()]
     policy["obs_mean"], policy["obs_std"] = torch.as_tensor(envs.obs_stats.mean), torch.as_tensor(envs.obs_stats.std)
     policy["action_low"], policy["action_high"] = torch.as_tensor(envs.low), torch.as_tensor(envs.high)
     torch.save(policy, path)
@@ -522,7 +541,8 @@ class Progress:
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.time() > self.next_line:
             left = time.strftime("%H:%M:%S", time.gmtime((self.bar.total - step) / self.rate))
-            print(f"step {step}  {self.rate:.0f} steps/s  return {self.mean_return():.2f}  {left} left", flush=True)
+            progress = f"step {step}/{self.bar.total}  {self.rate:.0f} steps/s"
+            print(f"{progress}  return {self.mean_return():.2f}  {left} left", flush=True)
             self.next_line = time.time() + 30
 
     def mean_return(self) -> float:
@@ -542,12 +562,25 @@ def make_run_dir(args: Args) -> Path:
             fail(f"cannot write to the runs folder: {error}")
 
 
-def can_compile(device: torch.device) -> bool:
+def compiled(function, device: torch.device):
     if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
         print("no C++ compiler found: the update runs uncompiled, at half the speed or less", file=sys.stderr)
-        return False
+        return function
+    torch.compiler.reset()  # of what an earlier run in the same process compiled
     torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
-    return True
+    options = {"cpp_wrapper": True} if device.type == "cpu" else {"triton.cudagraphs": True}
+    # The networks stay the same for the run: checking them again before each call would cost a tenth of it.
+    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    compiled_function = torch.compile(function, options=options, dynamic=False)
+    if device.type == "cpu":
+        return compiled_function
+
+    def replay(*inputs):
+        torch.compiler.cudagraph_mark_step_begin()
+        gradient, stats = compiled_function(*inputs)
+        return gradient, {name: x.clone() for name, x in stats.items()}  # the graph's next run overwrites its outputs
+
+    return replay
 
 
 def train(args: Args) -> Path:
@@ -566,7 +599,7 @@ def train(args: Args) -> Path:
     envs = Envs(args, run_dir)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    gradient_function = torch.compile(gradients) if args.compile and can_compile(device) else gradients
+    gradient_function = compiled(gradients, device) if args.compile else gradients
     log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
     progress = Progress(args.num_iterations * args.batch_size)
 

@@ -173,6 +173,6 @@ def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys, monkey
     progress.next_line = 0.0
     progress.update(4000)
     line = capsys.readouterr().out
-    assert re.fullmatch(r"step 4000  (100|99) steps/s  return 1.50  00:01:00 left\n", line), line
+    assert re.fullmatch(r"step 4000/10000  (100|99) steps/s  return 1.50  00:01:00 left\n", line), line
     progress.update(5000)
     assert capsys.readouterr().out == ""

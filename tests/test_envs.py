@@ -59,6 +59,19 @@ def test_running_stats_are_numpys_over_the_whole_history(script):
         np.testing.assert_allclose(stats.std, np.sqrt(everything.var(0) + 1e-8), rtol=1e-9)
 
 
+def test_running_stats_of_a_whole_rollout_are_those_of_its_steps(script):
+    rng = np.random.default_rng(0)
+    at_once, one_by_one = script.RunningStats(), script.RunningStats()
+    for size in (1, 5, 300):
+        xs = rng.normal(1000.0, 3.0, size=(size, 4))
+        expected = []
+        for x in xs:
+            one_by_one.update(x)
+            expected.append(one_by_one.std)
+        np.testing.assert_allclose(at_once.update_in_turn(xs), expected, rtol=1e-6)
+        np.testing.assert_allclose((at_once.count, at_once.mean), (one_by_one.count, one_by_one.mean))
+
+
 def test_rollout_has_same_step_resets_and_no_bogus_transition(script, tmp_path):
     args, envs, agent = make(script, tmp_path, norm_obs=False, norm_reward=False)
     rollout = script.collect(envs, agent, args)

@@ -111,7 +111,7 @@ def test_numpy_actor_is_the_torch_actor(script):
     for parameter in agent.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     obs = torch.randn(7, 5)
-    layers = [(weight.numpy(), bias.numpy()) for weight, bias in agent.actor.folded()]
+    layers = [(weight.T.numpy(), bias.numpy()) for weight, bias in agent.actor.folded()]
     mean = agent.actor(obs).detach().numpy()
     np.testing.assert_allclose(script.action_means(layers, obs.numpy()), mean, atol=1e-5)
     if hasattr(script, "sample_masks"):
