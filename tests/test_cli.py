@@ -1,12 +1,19 @@
 """The scripts as a user runs them."""
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import BAYESIAN, SCRIPTS, load, run
+from conftest import BAYESIAN, ROOT, SCRIPTS, load, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TINY = "--total-timesteps 256 --num-steps 64 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
@@ -176,3 +183,14 @@ def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys, monkey
     assert re.fullmatch(r"step 4000/10000  (100|99) steps/s  return 1.50  00:01:00 left\n", line), line
     progress.update(5000)
     assert capsys.readouterr().out == ""
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    command = [sys.executable, ROOT / "a3c_continuous.py", *TINY, "--env-id", "Pendulum-v1"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=theirs, stderr=theirs, timeout=120)
+    screen = os.read(ours, 100_000).decode()
+    assert done.returncode == 0
+    assert re.search(r"100%\|█+\| 256/256 \[00:\d\d<00:00, +[\d.]+k?step/s, return -[\d.]+\]", screen), screen
+    assert screen.count("\n") == 2  # the bar and the last line, nothing else

@@ -1,0 +1,251 @@
+"""How fast the scripts are, as a share of the speed of the bare simulator. Run it with nothing else running:
+
+    python benchmark/speed.py
+
+Every script trains in a process and on a thread of its own, one after the other. In the same process a random agent
+steps the bare task, `env.step(env.action_space.sample())`: that is the raw rate, and 100 %. Rates are the best of
+several windows of 2048 steps after the warm-up. Writes speed.json, speed.md and speed.png to benchmark/results/.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+sys.path.insert(0, str(ROOT))
+clock = time.perf_counter
+
+# Script, task, and the share to reach.
+GOALS = [
+    ("vsop_continuous", "HalfCheetah-v4", 0.25),
+    ("vsop_continuous", "Hopper-v4", 0.40),
+    ("vsop_continuous", "Humanoid-v4", 0.40),
+    ("ppo_continuous", "HalfCheetah-v4", 0.33),
+    ("vsppo_continuous", "Hopper-v4", 0.30),
+    ("a3c_continuous", "Hopper-v4", 0.40),
+    ("rmpg_continuous", "Hopper-v4", 0.20),
+]
+PEERS = [("PPO", "HalfCheetah-v4"), ("A2C", "Hopper-v4")]  # of Stable-Baselines3
+NUM_ENVS, WIDTHS = (1, 4, 16, 64), (64, 256, 1024)
+WINDOWS = 12
+
+
+def raw_rate(task):
+    """Steps per second of a random agent, best of five."""
+    import gymnasium as gym
+
+    warnings.filterwarnings("ignore", message=".*is out of date.*")
+    env = gym.make(task)
+    env.reset(seed=0)
+    best = 0.0
+    for _ in range(5):
+        start = clock()
+        for _ in range(2000):
+            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            if terminated or truncated:
+                env.reset()
+        best = max(best, 2000 / (clock() - start))
+    return best
+
+
+class Windows:
+    """Time marks at the start of rollouts, and the time spent in parts of the program up to each."""
+
+    def __init__(self):
+        self.spent, self.marks = {}, []
+
+    def timed(self, function, part):
+        self.spent[part] = 0.0
+
+        def wrapper(*args, **kwargs):
+            start = clock()
+            result = function(*args, **kwargs)
+            self.spent[part] += clock() - start
+            return result
+
+        return wrapper
+
+    def mark(self, step):
+        if not self.marks or step - self.marks[-1][0] >= 2048:
+            self.marks.append((step, clock(), dict(self.spent)))
+
+    def best(self):
+        """Rate of the fastest window after the first two, and the seconds per step of each part in it."""
+        windows = []
+        for (step, start, before), (next_step, end, after) in zip(self.marks[2:], self.marks[3:]):
+            steps = next_step - step
+            parts = {part: (after[part] - before[part]) / steps for part in after}
+            windows.append(((end - start) / steps, parts))
+        seconds, parts = min(windows, key=lambda window: window[0])
+        return 1 / seconds, parts
+
+
+def measure_script(name, task, settings):
+    """One run of a script, its functions timed from outside."""
+    raw = raw_rate(task)
+    script, windows = importlib.import_module(name), Windows()
+    first = {}
+
+    def make_env(*args):
+        env = make(*args)
+        env.step = windows.timed(env.step, "environment")
+        return env
+
+    def collect(envs, *args):
+        first.setdefault("rollout", time.time())
+        windows.mark(envs.global_step)
+        return timed_collect(envs, *args)
+
+    def update(*args):
+        stats = timed_update(*args)
+        first.setdefault("update", time.time())
+        return stats
+
+    make, script.make_env = script.make_env, make_env
+    timed_collect, script.collect = windows.timed(script.collect, "rollout"), collect
+    script.estimate = windows.timed(script.estimate, "advantage")
+    timed_update, script.update = windows.timed(script.update, "update"), update
+    args = script.Args(env_id=task, **settings)
+    args.num_iterations = -(-max(2048, args.batch_size) * (WINDOWS + 3) // args.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        setup = time.time()
+        sys.stdout = open(os.devnull, "w")
+        script.train(args)
+    raw = max(raw, raw_rate(task))
+    rate, parts = windows.best()
+    parts["policy"] = parts.pop("rollout") - parts["environment"]
+    parts["rest"] = 1 / rate - sum(parts.values())
+    return dict(
+        script=name, task=task, settings=settings, raw=raw, rate=rate, share=rate / raw, parts=parts,
+        memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        startup=import_seconds(name) + first["rollout"] - setup, warmup=first["update"] - first["rollout"],
+    )  # fmt: skip
+
+
+def import_seconds(name):
+    start = clock()
+    subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, check=True)
+    return clock() - start
+
+
+def measure_peer(algorithm, task):
+    """Stable-Baselines3 with the settings of our script, normalization included."""
+    import stable_baselines3
+    import torch
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    torch.set_num_threads(1)
+    raw = raw_rate(task)
+    windows = Windows()
+
+    class Mark(BaseCallback):
+        def _on_rollout_start(self):
+            windows.mark(self.num_timesteps)
+
+        def _on_step(self):
+            return True
+
+    env = VecNormalize(make_vec_env(task, 1, seed=1))
+    model = getattr(stable_baselines3, algorithm)(
+        "MlpPolicy", env, device="cpu", seed=1
+    )  # its defaults are our settings
+    model.learn(2048 * (WINDOWS + 3), callback=Mark())
+    raw = max(raw, raw_rate(task))
+    rate, _ = windows.best()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return dict(script=f"Stable-Baselines3 {algorithm}", task=task, raw=raw, rate=rate, share=rate / raw, memory=memory)
+
+
+def in_a_process(function, *args):
+    """Alone in a new process, so that neither memory nor compiled code of another run counts."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+PARTS = ("environment", "policy", "advantage", "update", "rest")
+
+
+def table(rows):
+    goals = {(name, task): f"{share:.0%}" for name, task, share in GOALS}
+    head = ("script, task", "raw steps/s", "steps/s", "share", "goal", *PARTS, "memory", "start", "warm-up")
+    lines = [head, ("---",) * len(head)]
+    for row in rows:
+        cells = [f"{row['script'].removesuffix('_continuous')}, {row['task']}"]
+        cells += [f"{row['raw']:,.0f}", f"{row['rate']:,.0f}", f"**{row['share']:.1%}**"]
+        cells += [goals.get((row["script"], row["task"]), "")]
+        cells += [f"{row['parts'][part] * 1e6:.0f} µs" if "parts" in row else "" for part in PARTS]
+        cells += [f"{row['memory']:.0f} MB"]
+        cells += [f"{row[key]:.1f} s" if key in row else "" for key in ("startup", "warmup")]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(rows, path):
+    """Where the time of a step goes, by number of environments and by width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#999999")  # Okabe and Ito's, safe for the colour-blind
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for axis, key, values in ((axes[0], "num_envs", NUM_ENVS), (axes[1], "width", WIDTHS)):
+        chosen = [next(row for row in rows if row["settings"].get(key) == value) for value in values]
+        bottom = [0.0] * len(values)
+        for part, color in zip(PARTS, colors):
+            heights = [row["parts"][part] * 1e6 for row in chosen]
+            axis.bar(range(len(values)), heights, bottom=bottom, color=color, label=part)
+            bottom = [b + h for b, h in zip(bottom, heights)]
+        for x, (row, top) in enumerate(zip(chosen, bottom)):
+            axis.text(x, top, f"{row['rate']:,.0f}/s", ha="center", va="bottom")
+        axis.set_xticks(range(len(values)), values)
+        axis.set_xlabel({"num_envs": "environments (rollout of 2048 steps)", "width": "units per hidden layer"}[key])
+        axis.set_ylabel("µs per step")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.1)
+    axes[0].legend(frameon=False)
+    figure.suptitle("VSOP on HalfCheetah-v4, one thread")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    RESULTS.mkdir(exist_ok=True)
+    rows, scaling = [], []
+    for name, task, _ in GOALS:
+        rows.append(in_a_process(measure_script, name, task, {}))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    if importlib.util.find_spec("stable_baselines3"):
+        for algorithm, task in PEERS:
+            rows.append(in_a_process(measure_peer, algorithm, task))
+    grid = [dict(num_envs=n, num_steps=2048 // n) for n in NUM_ENVS] + [dict(width=width) for width in WIDTHS]
+    for settings in grid:
+        scaling.append(in_a_process(measure_script, "vsop_continuous", "HalfCheetah-v4", settings))
+    report = table(rows)
+    rate = {(row["script"], row["task"]): row["rate"] for row in rows}
+    for ours, peer, task in (("ppo", "PPO", "HalfCheetah-v4"), ("a3c", "A2C", "Hopper-v4")):
+        if (theirs := rate.get((f"Stable-Baselines3 {peer}", task))) is not None:
+            times = rate[f"{ours}_continuous", task] / theirs
+            report += f"\n\n`{ours}_continuous.py` is {times:.1f} times as fast as Stable-Baselines3's {peer}."
+    print(f"\n{report}")
+    (RESULTS / "speed.md").write_text(report + "\n")
+    (RESULTS / "speed.json").write_text(json.dumps(dict(rows=rows, scaling=scaling), indent=1) + "\n")
+    plot(scaling, RESULTS / "speed.png")
+
+
+if __name__ == "__main__":
+    main()
