@@ -138,8 +138,6 @@ class Args:
 
 def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
     warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
-    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
     import mujoco
 
     def on_warning(message):  # MuJoCo 4 deprecates an attribute in Gymnasium's own model files
@@ -179,10 +177,13 @@ class RunningStats:
         self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
 
     def update(self, x):
+        """Returns x less the new mean."""
         self.count += len(x)
         delta = x - self.mean
         self.mean += delta.sum(0) / self.count
-        self.m2 += (delta * (x - self.mean)).sum(0)
+        centered = x - self.mean
+        self.m2 += (delta * centered).sum(0)
+        return centered
 
     def update_in_turn(self, xs):
         """As `update` of each row of `xs`, one after the other; returns the standard deviation after each."""
@@ -195,7 +196,7 @@ class RunningStats:
 
     @property
     def std(self):
-        return np.sqrt(self.m2 / self.count + 1e-8)
+        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
 
 class Envs:
@@ -224,8 +225,7 @@ class Envs:
     def normalize_obs(self, raw):
         if not self.args.norm_obs:
             return raw.astype(np.float32)
-        self.obs_stats.update(raw)
-        normal = (raw - self.obs_stats.mean) / self.obs_stats.std
+        normal = self.obs_stats.update(raw) / self.obs_stats.std
         return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
 
     def normalize_rewards(self, rewards, ends):
@@ -236,7 +236,8 @@ class Envs:
         for t in range(len(rewards)):
             returns[t] = self.discounted_return = self.discounted_return * self.args.gamma + rewards[t]
             self.discounted_return = self.discounted_return * ~ends[t]
-        return np.clip(rewards / self.return_stats.update_in_turn(returns)[:, None], -10.0, 10.0)
+        scaled = rewards / self.return_stats.update_in_turn(returns)[:, None]
+        return np.minimum(np.maximum(scaled, -10.0), 10.0)
 
     def step(self, actions):
         """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
@@ -439,9 +440,9 @@ def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: tuple, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, gradient_function, minibatch: tuple, args: Args) -> dict:
     (vector,) = optimizer.param_groups[0]["params"]
-    vector.grad, stats = gradients(agent, minibatch, args)
+    vector.grad, stats = gradient_function(agent, minibatch, args)
     optimizer.step()
     return stats
 
@@ -541,13 +542,18 @@ def compiled(function, device: torch.device):
 def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if args.capture_video and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
     make_env(args.env_id).close()  # a bad task ends the program here, before there is a run folder
     run_dir = make_run_dir(args)
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, config=asdict(args),
-                   sync_tensorboard=True, save_code=True)  # fmt: skip
+        project = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name)
+        try:
+            wandb.init(**project, config=asdict(args), sync_tensorboard=True, save_code=True)
+        except wandb.errors.Error as error:
+            fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
     writer = SummaryWriter(str(run_dir))
     rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")

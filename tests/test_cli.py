@@ -148,6 +148,20 @@ def test_wandb_offline(tmp_path):
     assert list(folder.glob("run-*.wandb"))[0].stat().st_size > 1000
 
 
+def test_wandb_without_an_account_is_one_line(tmp_path):
+    options = ("--track", "--env-id", "Pendulum-v1")
+    account = dict(WANDB_MODE="online", WANDB_API_KEY="", HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"))
+    done = run("vsop_continuous", *TINY, *options, cwd=tmp_path, **account)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: cannot track with W&B: ")
+
+
+def test_unscaled_observations_and_rewards(tmp_path):
+    options = ("--no-norm-obs", "--no-norm-reward", "--env-id", "Pendulum-v1")
+    done = run("vsop_continuous", *TINY, *options, cwd=tmp_path, PYTHONWARNINGS="error::RuntimeWarning")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
 def test_capture_video(tmp_path):
     done = run("ppo_continuous", *TINY, "--capture-video", "--env-id", "InvertedPendulum-v4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
