@@ -2,9 +2,10 @@
 
     python benchmark/speed.py
 
-Every script trains in a process and on a thread of its own, one after the other. In the same process a random agent
-steps the bare task, `env.step(env.action_space.sample())`: that is the raw rate, and 100 %. Rates are the best of
-several windows of 2048 steps after the warm-up. Writes speed.json, speed.md and speed.png to benchmark/results/.
+Every script trains in a process and on a thread of its own, one after the other. In the same process, before and after,
+the task is stepped alone as `gym.make` returns it, with random actions: that is the raw rate, and 100 %. Rates are the
+best of several windows of 2048 steps after the warm-up. The limit is the share if nothing but the bare task and the
+matrix products of the updates took time. Writes speed.json, speed.md and speed.png to benchmark/results/.
 """
 
 import contextlib
@@ -44,21 +45,46 @@ NUM_ENVS, WIDTHS = (1, 4, 16, 64), (64, 256, 1024)
 
 
 def raw_rate(task):
-    """Steps per second of a random agent, best of five."""
+    """Steps per second of the task alone, with random actions drawn beforehand, best of five."""
     import gymnasium as gym
+    import mujoco
 
     warnings.filterwarnings("ignore", message=".*is out of date.*")
+    mujoco.set_mju_user_warning(lambda message: None)
     env = gym.make(task)
     env.reset(seed=0)
+    actions = [env.action_space.sample() for _ in range(2000)]
     best = 0.0
     for _ in range(5):
         start = clock()
-        for _ in range(2000):
-            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        for action in actions:
+            _, _, terminated, truncated, _ = env.step(action)
             if terminated or truncated:
                 env.reset()
-        best = max(best, 2000 / (clock() - start))
+        best = max(best, len(actions) / (clock() - start))
     return best
+
+
+def product_seconds(args, agent):
+    """Seconds per step for the bare matrix products of the updates: forward, and backward by weights and inputs."""
+    import torch
+
+    rows = args.batch_size // args.num_minibatches
+    seconds = 0.0
+    for network in (agent.actor, agent.critic):
+        for layer in (*network.hidden, network.out):
+            n_out, n_in = layer.weight.shape
+            shapes = [(rows, n_in, n_out), (n_out, rows, n_in)]
+            if layer is not network.hidden[0]:
+                shapes.append((rows, n_out, n_in))
+            for m, k, n in shapes:
+                a, b, times = torch.randn(m, k), torch.randn(k, n), []
+                for _ in range(200):
+                    start = clock()
+                    a @ b
+                    times.append(clock() - start)
+                seconds += min(times)
+    return seconds * args.update_epochs * args.num_minibatches / args.batch_size
 
 
 class Windows:
@@ -93,7 +119,7 @@ class Windows:
         return 1 / seconds, parts
 
 
-def measure_script(name, task, settings, windows_wanted=12):
+def measure_script(name, task, settings, windows_wanted=25):
     """One run of a script, its functions timed from outside."""
     raw = raw_rate(task)
     script, windows = importlib.import_module(name), Windows()
@@ -104,10 +130,11 @@ def measure_script(name, task, settings, windows_wanted=12):
         env.step = windows.timed(env.step, "environment")
         return env
 
-    def collect(envs, *args):
+    def collect(envs, agent, args):
         first.setdefault("rollout", time.time())
+        first["agent"] = agent
         windows.mark(envs.global_step)
-        return timed_collect(envs, *args)
+        return timed_collect(envs, agent, args)
 
     def update(*args):
         stats = timed_update(*args)
@@ -124,11 +151,12 @@ def measure_script(name, task, settings, windows_wanted=12):
         setup = time.time()
         script.train(args)
     raw = max(raw, raw_rate(task))
+    limit = 1 / (1 + raw * product_seconds(args, first["agent"]))
     rate, parts = windows.best()
     parts["policy"] = parts.pop("rollout") - parts["environment"]
     parts["rest"] = 1 / rate - sum(parts.values())
     return dict(
-        script=name, task=task, settings=settings, raw=raw, rate=rate, share=rate / raw, parts=parts,
+        script=name, task=task, settings=settings, raw=raw, rate=rate, share=rate / raw, limit=limit, parts=parts,
         memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         startup=import_seconds(name) + first["rollout"] - setup, warmup=first["update"] - first["rollout"],
     )  # fmt: skip
@@ -163,7 +191,7 @@ def measure_peer(algorithm, task):
     model = getattr(stable_baselines3, algorithm)(
         "MlpPolicy", env, device="cpu", seed=1
     )  # its defaults are our settings
-    model.learn(2048 * 15, callback=Mark())
+    model.learn(2048 * 28, callback=Mark())
     raw = max(raw, raw_rate(task))
     rate, _ = windows.best()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -180,13 +208,26 @@ PARTS = ("environment", "policy", "advantage", "update", "rest")
 
 
 def table(rows):
-    goals = {(name, task): [f"{share:.0%}", others] for name, task, share, others in GOALS}
-    head = ("script, task", "raw steps/s", "steps/s", "share", "goal", "earlier", *PARTS, "memory", "start", "warm-up")
+    goals = {(name, task): (f"{share:.0%}", others) for name, task, share, others in GOALS}
+    head = (
+        "script, task",
+        "raw steps/s",
+        "steps/s",
+        "share",
+        "goal",
+        "limit",
+        "earlier",
+        *PARTS,
+        "memory",
+        "start",
+        "warm-up",
+    )
     lines = [head, ("---",) * len(head)]
     for row in rows:
         cells = [f"{row['script'].removesuffix('_continuous')}, {row['task']}"]
         cells += [f"{row['raw']:,.0f}", f"{row['rate']:,.0f}", f"**{row['share']:.1%}**"]
-        cells += goals.get((row["script"], row["task"]), ["", ""])
+        goal, others = goals.get((row["script"], row["task"]), ("", ""))
+        cells += [goal, f"{row['limit']:.0%}" if "limit" in row else "", others]
         cells += [f"{row['parts'][part] * 1e6:.0f} µs" if "parts" in row else "" for part in PARTS]
         cells += [f"{row['memory']:.0f} MB"]
         cells += [f"{row[key]:.1f} s" if key in row else "" for key in ("startup", "warmup")]
@@ -234,7 +275,7 @@ def main():
             rows.append(in_a_process(measure_peer, algorithm, task))
     grid = [dict(num_envs=n, num_steps=2048 // n) for n in NUM_ENVS] + [dict(width=width) for width in WIDTHS]
     for settings in grid:
-        scaling.append(in_a_process(measure_script, "vsop_continuous", "HalfCheetah-v4", settings))
+        scaling.append(in_a_process(measure_script, "vsop_continuous", "HalfCheetah-v4", settings, 8))
     report = table(rows)
     rate = {(row["script"], row["task"]): row["rate"] for row in rows}
     for ours, peer, task in (("ppo", "PPO", "HalfCheetah-v4"), ("a3c", "A2C", "Hopper-v4")):
