@@ -258,7 +258,7 @@ def plot(rows, path):
         axis.set_ylabel("µs per step")
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(y=0.1)
-    axes[0].legend(frameon=False)
+    axes[1].legend(frameon=False, loc="upper left")
     figure.suptitle("VSOP on HalfCheetah-v4, one thread")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
