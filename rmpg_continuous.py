@@ -595,7 +595,7 @@ def make_run_dir(args: Args) -> Path:
 
 def compiled(function, device: torch.device):
     if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
-        print("no C++ compiler found: the update runs uncompiled, at half the speed or less", file=sys.stderr)
+        print("no C++ compiler found: the run goes on uncompiled, at about half the speed", file=sys.stderr)
         return function
     torch.compiler.reset()  # of what an earlier run in the same process compiled
     torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function

@@ -181,7 +181,7 @@ def test_without_a_compiler_the_run_says_so_and_goes_on(tmp_path):
     options = [option for option in TINY if option != "--no-compile"]
     done = run("vsop_continuous", *options, "--env-id", "Pendulum-v1", cwd=tmp_path, PATH="", CXX="none")
     assert done.returncode == 0
-    assert done.stderr == "no C++ compiler found: the update runs uncompiled, at half the speed or less\n"
+    assert done.stderr == "no C++ compiler found: the run goes on uncompiled, at about half the speed\n"
 
 
 def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys, monkeypatch):
