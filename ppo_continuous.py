@@ -307,7 +307,7 @@ class Agent(nn.Module):
 
 
 def action_means(layers, obs):
-    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a quarter of torch's time."""
+    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for weight, bias in hidden:
         obs = np.tanh(obs @ weight + bias)

@@ -368,7 +368,7 @@ def action_values(critic: MLP, obs, actions, masks):
 
 
 def action_means(layers, obs, masks=(1.0, 1.0)):
-    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a quarter of torch's time."""
+    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for (weight, bias), mask in zip(hidden, masks):
         obs = np.maximum(obs @ weight + bias, 0.0) * mask

@@ -184,7 +184,7 @@ def test_without_a_compiler_the_run_says_so_and_goes_on(tmp_path):
     assert done.stderr == "no C++ compiler found: the run goes on uncompiled, at about half the speed\n"
 
 
-def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys, monkeypatch):
+def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys):
     script = load("vsop_continuous")
     progress = script.Progress(10_000)
     progress.start -= 40.0
