@@ -180,9 +180,9 @@ class RunningStats:
         """Returns x less the new mean."""
         self.count += len(x)
         delta = x - self.mean
-        self.mean += delta.sum(0) / self.count
+        self.mean += np.add.reduce(delta) / self.count
         centered = x - self.mean
-        self.m2 += (delta * centered).sum(0)
+        self.m2 += np.add.reduce(delta * centered)
         return centered
 
     def update_in_turn(self, xs):
@@ -212,11 +212,10 @@ class Envs:
         self.action_space = self.envs[0].action_space
         self.obs_dim = self.envs[0].observation_space.shape[0]
         self.action_dim = math.prod(self.action_space.shape)
+        self.action_shape = (self.num_envs, *self.action_space.shape)
         self.low, self.high = (x.reshape(-1) for x in (self.action_space.low, self.action_space.high))
         self.obs_stats, self.return_stats = RunningStats(self.obs_dim), RunningStats()
-        self.discounted_return = np.zeros(self.num_envs)
-        self.episode_return = np.zeros(self.num_envs)
-        self.episode_length = np.zeros(self.num_envs, dtype=int)
+        self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
         self.global_step = 0
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
         raw = [env.reset(seed=args.seed + i)[0] for i, env in enumerate(self.envs)]
@@ -228,40 +227,41 @@ class Envs:
         normal = self.obs_stats.update(raw) / self.obs_stats.std
         return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
 
-    def normalize_rewards(self, rewards, ends):
-        """Of a whole rollout: each step is scaled by the returns up to it, but nobody looks at them before the end."""
-        if not self.args.norm_reward:
-            return rewards
-        returns = np.empty_like(rewards)
-        for t in range(len(rewards)):
-            returns[t] = self.discounted_return = self.discounted_return * self.args.gamma + rewards[t]
-            self.discounted_return = self.discounted_return * ~ends[t]
-        scaled = rewards / self.return_stats.update_in_turn(returns)[:, None]
-        return np.minimum(np.maximum(scaled, -10.0), 10.0)
-
     def step(self, actions):
         """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
-        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(-1, *self.action_space.shape)
-        raw = np.empty((self.num_envs, self.obs_dim))
-        rewards = np.empty(self.num_envs)
-        terminated, truncated = np.empty((2, self.num_envs), dtype=bool)
-        ended = []
-        for i, env in enumerate(self.envs):
-            raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                ended.append(i)
+        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(self.action_shape)
+        results = [env.step(action) for env, action in zip(self.envs, actions)]
+        raw, rewards, terminated, truncated, _ = zip(*results)
         self.global_step += self.num_envs
-        self.episode_return += rewards
-        self.episode_length += 1
-        self.obs = next_obs = self.normalize_obs(raw)
-        if ended:
-            for i in ended:
-                self.finished.append((self.global_step, float(self.episode_return[i]), int(self.episode_length[i])))
-                raw[i], _ = self.envs[i].reset()
-            self.episode_return[ended] = self.episode_length[ended] = 0
+        self.obs = next_obs = self.normalize_obs(np.array(raw))
+        if any(terminated) or any(truncated):
+            ended = [i for i in range(self.num_envs) if terminated[i] or truncated[i]]
             self.obs = next_obs.copy()
-            self.obs[ended] = self.normalize_obs(raw[ended])
+            self.obs[ended] = self.normalize_obs(np.array([self.envs[i].reset()[0] for i in ended]))
         return next_obs, rewards, terminated, truncated
+
+    def score(self, rewards, ends):
+        """Takes note of the episodes that ended in a rollout and returns its rewards, each scaled by the statistics up
+        to it. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
+        discounted_returns = np.empty_like(rewards)
+        for i in range(self.num_envs):
+            episode_return, length, discounted = self.episodes[i]
+            column, step = [], self.global_step - rewards.size
+            for reward, end in zip(rewards[:, i].tolist(), ends[:, i].tolist()):
+                step += self.num_envs
+                episode_return, length = episode_return + reward, length + 1
+                discounted = discounted * self.args.gamma + reward
+                column.append(discounted)
+                if end:
+                    self.finished.append((step, episode_return, length))
+                    episode_return, length, discounted = 0.0, 0, 0.0
+            self.episodes[i] = episode_return, length, discounted
+            discounted_returns[:, i] = column
+        self.finished.sort()
+        if not self.args.norm_reward:
+            return rewards
+        scaled = rewards / self.return_stats.update_in_turn(discounted_returns)[:, None]
+        return np.minimum(np.maximum(scaled, -10.0), 10.0)
 
     def close(self):
         for env in self.envs:
@@ -291,7 +291,6 @@ class MLP(nn.Module):
             x = torch.tanh(layer(x))
         return self.out(x)
 
-    @torch.no_grad()
     def folded(self):
         """(weight, bias) of each layer."""
         for layer in (*self.hidden, self.out):
@@ -306,12 +305,17 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
 
 
-def action_means(layers, obs):
-    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
+def arrays(network: MLP):
+    """(weight transposed, bias) of each layer in numpy, for `forward`."""
+    return [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in network.folded()]
+
+
+def forward(layers, x):
+    """A network's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for weight, bias in hidden:
-        obs = np.tanh(obs @ weight + bias)
-    return obs @ weight_out + bias_out
+        x = np.tanh(x @ weight + bias)
+    return x @ weight_out + bias_out
 
 
 # ------------------------------------------------------------------------------------------------------- learning
@@ -333,7 +337,7 @@ class Rollout(NamedTuple):
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Act for num_steps."""
     steps, n = args.num_steps, args.num_envs
-    layers = [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
+    layers = arrays(agent.actor)
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -343,10 +347,10 @@ def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     terminated, truncated = np.empty((2, steps, n), dtype=bool)
     for t in range(steps):
         obs[t] = envs.obs
-        actions[t] = action_means(layers, envs.obs) + scaled_noise[t]
+        actions[t] = forward(layers, envs.obs) + scaled_noise[t]
         next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
     logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-    rewards = envs.normalize_rewards(rewards, terminated | truncated)
+    rewards = envs.score(rewards, terminated | truncated)
     return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
 
 
@@ -354,9 +358,13 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     """Generalized advantage estimation; `next_values` is 0 after a terminal step, and no sum crosses an end."""
     deltas = rewards + gamma * next_values - values
     decays = gamma * gae_lambda * ~ends
-    advantages, advantage = np.empty_like(deltas), 0.0
-    for t in reversed(range(len(deltas))):
-        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    advantages = np.empty_like(deltas)
+    for i in range(deltas.shape[1]):
+        column, advantage = [], 0.0
+        for delta, decay in zip(deltas[::-1, i].tolist(), decays[::-1, i].tolist()):
+            advantage = delta + decay * advantage
+            column.append(advantage)
+        advantages[::-1, i] = column
     return advantages
 
 
@@ -373,19 +381,27 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     ends = rollout.terminated | rollout.truncated
     jumps = ends.copy()  # where the next state is not the next row
     jumps[-1] = True
-    obs = torch.as_tensor(rollout.obs, device=device).flatten(0, 1)
-    states = torch.cat([obs, torch.as_tensor(rollout.next_obs[jumps], device=device)])
-    values = agent.critic(states).squeeze(-1)
-    values = values.cpu().numpy()
+    obs = rollout.obs.reshape(args.batch_size, -1)
+    states = np.concatenate([obs, rollout.next_obs[jumps]])
+    layers = arrays(agent.critic)
+    values = forward(layers, states)[:, 0]
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
-    actions = torch.as_tensor(rollout.actions, device=device).flatten(0, 1)
-    numbers = np.stack([rollout.logprobs, advantages, advantages + values, values])
-    numbers = torch.as_tensor(numbers, dtype=torch.float32, device=device).flatten(1)
-    return Estimate(advantages, values, next_values, batch=(obs, actions, *numbers))
+    numbers = (rollout.logprobs, advantages, advantages + values, values)
+    columns = (obs, rollout.actions.reshape(args.batch_size, -1), *(x.ravel() for x in numbers))
+    batch = tuple(torch.as_tensor(x, dtype=torch.float32, device=device) for x in columns)
+    return Estimate(advantages, values, next_values, batch)
+
+
+def minibatches(batch: tuple, args: Args):
+    """Of one epoch, in a random order."""
+    if args.num_minibatches == 1:
+        return [batch]
+    order = torch.randperm(args.batch_size, device=batch[0].device)
+    return zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch))
 
 
 def gaussian_logprob(actions, means, log_std):
@@ -419,32 +435,49 @@ def loss_function(agent: Agent, minibatch: tuple, args: Args):
 
 
 def gradients(agent: Agent, minibatch: tuple, args: Args):
-    """The clipped gradient of a minibatch, as one vector."""
+    """The clipped gradient of a minibatch, by parameter."""
     with torch.enable_grad():
         loss, stats = loss_function(agent, minibatch, args)
-        gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-    stats["grad_norm"] = norm = gradient.square().sum().sqrt()
-    gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return gradient, {name: x.detach() for name, x in stats.items()}
+        grads = torch.autograd.grad(loss, list(agent.parameters()))
+    stats["grad_norm"] = norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    return [grad * scale for grad in grads], {name: x.detach() for name, x in stats.items()}
 
 
-def as_one_vector(agent: Agent) -> nn.Parameter:
-    """All parameters as views of one vector: the optimizer takes one step on it, and not one on each of its parts."""
-    vector = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
-    nn.utils.vector_to_parameters(vector.data, agent.parameters())
-    return vector
+class Optimizer(nn.Module):
+    """Adam (Kingma and Ba, 2015), written out so that it compiles into one function with the gradient."""
+
+    def __init__(self, agent: Agent, args: Args):
+        super().__init__()
+        self.lr = args.learning_rate
+        self.steps = 0
+        self.targets = list(agent.parameters())
+        self.means, self.squares = (nn.ParameterList(torch.zeros_like(x) for x in self.targets) for _ in range(2))
+
+    def rates(self) -> torch.Tensor:
+        """Numbers of the next step. Powers and roots of them would be taken anew for every weight if compiled."""
+        self.steps += 1
+        mean_correction, root_correction = 1 - 0.9**self.steps, math.sqrt(1 - 0.999**self.steps)
+        rates = [self.lr * root_correction / mean_correction, 1e-5 * root_correction]
+        return torch.tensor(rates, device=self.targets[0].device)
+
+    def step(self, grads: list, rates: torch.Tensor):
+        rate, eps = rates
+        for x, grad, mean, square in zip(self.targets, grads, self.means, self.squares):
+            mean.lerp_(grad, 1 - 0.9)
+            square.lerp_(grad.square(), 1 - 0.999)
+            x.sub_(rate * mean / (square.sqrt() + eps))
 
 
-def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
-    return torch.optim.Adam([as_one_vector(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
+def gradient_step(agent: Agent, optimizer: Optimizer, minibatch: tuple, rates, args: Args) -> dict:
+    grads, stats = gradients(agent, minibatch, args)
+    optimizer.step(grads, rates)
+    return stats
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: torch.optim.Optimizer, gradient_function, minibatch: tuple, args: Args) -> dict:
-    (vector,) = optimizer.param_groups[0]["params"]
-    vector.grad, stats = gradient_function(agent, minibatch, args)
-    optimizer.step()
-    return stats
+def update(agent: Agent, optimizer: Optimizer, step_function, minibatch: tuple, args: Args) -> dict:
+    return step_function(agent, optimizer, minibatch, optimizer.rates(), args)
 
 
 # ------------------------------------------------------------------------------------------------ results of a run
@@ -525,16 +558,15 @@ def compiled(function, device: torch.device):
     torch.compiler.reset()  # of what an earlier run in the same process compiled
     torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
     options = {"cpp_wrapper": True} if device.type == "cpu" else {"triton.cudagraphs": True}
-    # The networks stay the same for the run: checking them again before each call would cost a tenth of it.
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    compiled_function = torch.compile(function, options=options, dynamic=False)
+    # Shapes and settings stay the same for the run: checking them again before each call would cost a tenth of it.
+    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    compiled_function = torch.compile(function, options=options, dynamic=False, fullgraph=True)
     if device.type == "cpu":
         return compiled_function
 
     def replay(*inputs):
         torch.compiler.cudagraph_mark_step_begin()
-        gradient, stats = compiled_function(*inputs)
-        return gradient, {name: x.clone() for name, x in stats.items()}  # the graph's next run overwrites its outputs
+        return {name: x.clone() for name, x in compiled_function(*inputs).items()}  # the next call overwrites them
 
     return replay
 
@@ -559,21 +591,20 @@ def train(args: Args) -> Path:
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     envs = Envs(args, run_dir)
     agent = Agent(envs, args).to(device)
-    optimizer = make_optimizer(agent, args)
-    gradient_function = compiled(gradients, device) if args.compile else gradients
+    optimizer = Optimizer(agent, args)
+    step_function = compiled(gradient_step, device) if args.compile else gradient_step
     log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
     progress = Progress(args.num_iterations * args.batch_size)
 
     for iteration in range(1, args.num_iterations + 1):
         if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+            optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         rollout = collect(envs, agent, args)
         est = estimate(agent, rollout, args, device)
         stats = []
         for _ in range(args.update_epochs):
-            order = torch.randperm(args.batch_size, device=device)
-            for minibatch in zip(*(x[order].chunk(args.num_minibatches) for x in est.batch)):
-                stats.append(update(agent, optimizer, gradient_function, minibatch, args))
+            for minibatch in minibatches(est.batch, args):
+                stats.append(update(agent, optimizer, step_function, minibatch, args))
 
         for step, episode_return, episode_length in envs.finished:
             writer.add_scalar("charts/episodic_return", episode_return, step)
@@ -583,7 +614,7 @@ def train(args: Args) -> Path:
         last = iteration == args.num_iterations
         if last or iteration % log_every == 0:
             progress.update(envs.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
+            writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args, detailed=last or iteration % (10 * log_every) == 0)
 

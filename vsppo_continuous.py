@@ -192,9 +192,9 @@ class RunningStats:
         """Returns x less the new mean."""
         self.count += len(x)
         delta = x - self.mean
-        self.mean += delta.sum(0) / self.count
+        self.mean += np.add.reduce(delta) / self.count
         centered = x - self.mean
-        self.m2 += (delta * centered).sum(0)
+        self.m2 += np.add.reduce(delta * centered)
         return centered
 
     def update_in_turn(self, xs):
@@ -224,11 +224,10 @@ class Envs:
         self.action_space = self.envs[0].action_space
         self.obs_dim = self.envs[0].observation_space.shape[0]
         self.action_dim = math.prod(self.action_space.shape)
+        self.action_shape = (self.num_envs, *self.action_space.shape)
         self.low, self.high = (x.reshape(-1) for x in (self.action_space.low, self.action_space.high))
         self.obs_stats, self.return_stats = RunningStats(self.obs_dim), RunningStats()
-        self.discounted_return = np.zeros(self.num_envs)
-        self.episode_return = np.zeros(self.num_envs)
-        self.episode_length = np.zeros(self.num_envs, dtype=int)
+        self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
         self.global_step = 0
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
         raw = [env.reset(seed=args.seed + i)[0] for i, env in enumerate(self.envs)]
@@ -240,40 +239,41 @@ class Envs:
         normal = self.obs_stats.update(raw) / self.obs_stats.std
         return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
 
-    def normalize_rewards(self, rewards, ends):
-        """Of a whole rollout: each step is scaled by the returns up to it, but nobody looks at them before the end."""
-        if not self.args.norm_reward:
-            return rewards
-        returns = np.empty_like(rewards)
-        for t in range(len(rewards)):
-            returns[t] = self.discounted_return = self.discounted_return * self.args.gamma + rewards[t]
-            self.discounted_return = self.discounted_return * ~ends[t]
-        scaled = rewards / self.return_stats.update_in_turn(returns)[:, None]
-        return np.minimum(np.maximum(scaled, -10.0), 10.0)
-
     def step(self, actions):
         """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
-        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(-1, *self.action_space.shape)
-        raw = np.empty((self.num_envs, self.obs_dim))
-        rewards = np.empty(self.num_envs)
-        terminated, truncated = np.empty((2, self.num_envs), dtype=bool)
-        ended = []
-        for i, env in enumerate(self.envs):
-            raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                ended.append(i)
+        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(self.action_shape)
+        results = [env.step(action) for env, action in zip(self.envs, actions)]
+        raw, rewards, terminated, truncated, _ = zip(*results)
         self.global_step += self.num_envs
-        self.episode_return += rewards
-        self.episode_length += 1
-        self.obs = next_obs = self.normalize_obs(raw)
-        if ended:
-            for i in ended:
-                self.finished.append((self.global_step, float(self.episode_return[i]), int(self.episode_length[i])))
-                raw[i], _ = self.envs[i].reset()
-            self.episode_return[ended] = self.episode_length[ended] = 0
+        self.obs = next_obs = self.normalize_obs(np.array(raw))
+        if any(terminated) or any(truncated):
+            ended = [i for i in range(self.num_envs) if terminated[i] or truncated[i]]
             self.obs = next_obs.copy()
-            self.obs[ended] = self.normalize_obs(raw[ended])
+            self.obs[ended] = self.normalize_obs(np.array([self.envs[i].reset()[0] for i in ended]))
         return next_obs, rewards, terminated, truncated
+
+    def score(self, rewards, ends):
+        """Takes note of the episodes that ended in a rollout and returns its rewards, each scaled by the statistics up
+        to it. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
+        discounted_returns = np.empty_like(rewards)
+        for i in range(self.num_envs):
+            episode_return, length, discounted = self.episodes[i]
+            column, step = [], self.global_step - rewards.size
+            for reward, end in zip(rewards[:, i].tolist(), ends[:, i].tolist()):
+                step += self.num_envs
+                episode_return, length = episode_return + reward, length + 1
+                discounted = discounted * self.args.gamma + reward
+                column.append(discounted)
+                if end:
+                    self.finished.append((step, episode_return, length))
+                    episode_return, length, discounted = 0.0, 0, 0.0
+            self.episodes[i] = episode_return, length, discounted
+            discounted_returns[:, i] = column
+        self.finished.sort()
+        if not self.args.norm_reward:
+            return rewards
+        scaled = rewards / self.return_stats.update_in_turn(discounted_returns)[:, None]
+        return np.minimum(np.maximum(scaled, -10.0), 10.0)
 
     def close(self):
         for env in self.envs:
@@ -306,8 +306,10 @@ class SpectralLinear(nn.Linear):
         return self.u @ self.weight @ self.v
 
     def forward(self, x):
-        # Dividing the output is the same as dividing the weight, and the output is the smaller of the two.
-        return F.linear(x, self.weight) / self.sigma() + self.bias
+        # Dividing the output is the same as dividing the weight, and the output is the smaller of the two. Wv comes as
+        # one more row of the batch: sigma, and its gradient, then cost no product of their own.
+        y = F.linear(torch.cat([x, self.v.unsqueeze(0)]), self.weight)
+        return y[:-1] / (self.u @ y[-1]) + self.bias
 
 
 def sample_masks(*shape, p, device):
@@ -331,11 +333,10 @@ class MLP(nn.Module):
             x = torch.relu(layer(x)) * mask
         return self.out(x)
 
-    @torch.no_grad()
     def folded(self):
         """(weight, bias) of each layer, the spectral norm divided out."""
         for layer in (*self.hidden, self.out):
-            sigma = layer.sigma() if isinstance(layer, SpectralLinear) else 1.0
+            sigma = layer.sigma().detach() if isinstance(layer, SpectralLinear) else 1.0
             yield layer.weight.detach() / sigma, layer.bias.detach()
 
 
@@ -354,12 +355,17 @@ class Agent(nn.Module):
                 module.power_iteration()
 
 
-def action_means(layers, obs, masks=(1.0, 1.0)):
-    """The actor's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
+def arrays(network: MLP):
+    """(weight transposed, bias) of each layer in numpy, for `forward`."""
+    return [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in network.folded()]
+
+
+def forward(layers, x, masks=(1.0, 1.0)):
+    """A network's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for (weight, bias), mask in zip(hidden, masks):
-        obs = np.maximum(obs @ weight + bias, 0.0) * mask
-    return obs @ weight_out + bias_out
+        x = np.maximum(x @ weight + bias, 0.0) * mask
+    return x @ weight_out + bias_out
 
 
 # ------------------------------------------------------------------------------------------------------- learning
@@ -381,7 +387,7 @@ class Rollout(NamedTuple):
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the actor."""
     steps, n = args.num_steps, args.num_envs
-    layers = [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in agent.actor.folded()]
+    layers = arrays(agent.actor)
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -394,10 +400,10 @@ def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     terminated, truncated = np.empty((2, steps, n), dtype=bool)
     for t in range(steps):
         obs[t] = envs.obs
-        actions[t] = action_means(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
+        actions[t] = forward(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
         next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])  # lines 7 and 8
     logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # of the sampled policy that acted
-    rewards = envs.normalize_rewards(rewards, terminated | truncated)
+    rewards = envs.score(rewards, terminated | truncated)
     return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
 
 
@@ -405,9 +411,13 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     """Generalized advantage estimation; `next_values` is 0 after a terminal step, and no sum crosses an end."""
     deltas = rewards + gamma * next_values - values
     decays = gamma * gae_lambda * ~ends
-    advantages, advantage = np.empty_like(deltas), 0.0
-    for t in reversed(range(len(deltas))):
-        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    advantages = np.empty_like(deltas)
+    for i in range(deltas.shape[1]):
+        column, advantage = [], 0.0
+        for delta, decay in zip(deltas[::-1, i].tolist(), decays[::-1, i].tolist()):
+            advantage = delta + decay * advantage
+            column.append(advantage)
+        advantages[::-1, i] = column
     return advantages
 
 
@@ -424,24 +434,32 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     ends = rollout.terminated | rollout.truncated
     jumps = ends.copy()  # where the next state is not the next row
     jumps[-1] = True
-    obs = torch.as_tensor(rollout.obs, device=device).flatten(0, 1)
-    states = torch.cat([obs, torch.as_tensor(rollout.next_obs[jumps], device=device)])
+    obs = rollout.obs.reshape(args.batch_size, -1)
+    states = np.concatenate([obs, rollout.next_obs[jumps]])
+    layers = arrays(agent.critic)
     # The advantages are linear in the values: averaging values over draws averages the advantages.
     draws = args.num_advantage_samples if args.thompson else 1
-    values = torch.zeros(len(states), device=device)
+    values = 0.0
     for _ in range(draws):
-        masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
-        values += agent.critic(states, masks).squeeze(-1) / draws
-    values = values.cpu().numpy()
+        masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device="cpu").numpy()
+        values += forward(layers, states, masks)[:, 0] / draws
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
-    actions = torch.as_tensor(rollout.actions, device=device).flatten(0, 1)
-    numbers = np.stack([rollout.logprobs, advantages, advantages + values, values])
-    numbers = torch.as_tensor(numbers, dtype=torch.float32, device=device).flatten(1)
-    return Estimate(advantages, values, next_values, batch=(obs, actions, *numbers))
+    numbers = (rollout.logprobs, advantages, advantages + values, values)
+    columns = (obs, rollout.actions.reshape(args.batch_size, -1), *(x.ravel() for x in numbers))
+    batch = tuple(torch.as_tensor(x, dtype=torch.float32, device=device) for x in columns)
+    return Estimate(advantages, values, next_values, batch)
+
+
+def minibatches(batch: tuple, args: Args):
+    """Of one epoch, in a random order."""
+    if args.num_minibatches == 1:
+        return [batch]
+    order = torch.randperm(args.batch_size, device=batch[0].device)
+    return zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch))
 
 
 def gaussian_logprob(actions, means, log_std):
@@ -475,35 +493,52 @@ def loss_function(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Arg
 
 
 def gradients(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
-    """The clipped gradient of a minibatch, as one vector."""
+    """The clipped gradient of a minibatch, by parameter."""
     agent.power_iteration()
     with torch.enable_grad():
         loss, stats = loss_function(agent, minibatch, masks, args)
-        gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-    stats["grad_norm"] = norm = gradient.square().sum().sqrt()
-    gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return gradient, {name: x.detach() for name, x in stats.items()}
+        grads = torch.autograd.grad(loss, list(agent.parameters()))
+    stats["grad_norm"] = norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    return [grad * scale for grad in grads], {name: x.detach() for name, x in stats.items()}
 
 
-def as_one_vector(agent: Agent) -> nn.Parameter:
-    """All parameters as views of one vector: the optimizer takes one step on it, and not one on each of its parts."""
-    vector = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
-    nn.utils.vector_to_parameters(vector.data, agent.parameters())
-    return vector
+class Optimizer(nn.Module):
+    """AdamW (Loshchilov and Hutter, 2019), written out so that it compiles into one function with the gradient."""
+
+    def __init__(self, agent: Agent, args: Args):
+        super().__init__()
+        self.lr = args.learning_rate
+        self.decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
+        self.steps = 0
+        self.targets = list(agent.parameters())
+        self.means, self.squares = (nn.ParameterList(torch.zeros_like(x) for x in self.targets) for _ in range(2))
+
+    def rates(self) -> torch.Tensor:
+        """Numbers of the next step. Powers and roots of them would be taken anew for every weight if compiled."""
+        self.steps += 1
+        mean_correction, root_correction = 1 - 0.9**self.steps, math.sqrt(1 - 0.999**self.steps)
+        rates = [1 - self.lr * self.decay, self.lr * root_correction / mean_correction, 1e-8 * root_correction]
+        return torch.tensor(rates, device=self.targets[0].device)
+
+    def step(self, grads: list, rates: torch.Tensor):
+        keep, rate, eps = rates
+        for x, grad, mean, square in zip(self.targets, grads, self.means, self.squares):
+            mean.lerp_(grad, 1 - 0.9)
+            square.lerp_(grad.square(), 1 - 0.999)
+            x.mul_(keep).sub_(rate * mean / (square.sqrt() + eps))
 
 
-def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
-    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
-    return torch.optim.AdamW([as_one_vector(agent)], lr=args.learning_rate, eps=1e-8, weight_decay=decay, fused=True)
+def gradient_step(agent: Agent, optimizer: Optimizer, minibatch: tuple, masks: torch.Tensor, rates, args: Args) -> dict:
+    grads, stats = gradients(agent, minibatch, masks, args)
+    optimizer.step(grads, rates)
+    return stats
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: torch.optim.Optimizer, gradient_function, minibatch: tuple, args: Args) -> dict:
+def update(agent: Agent, optimizer: Optimizer, step_function, minibatch: tuple, args: Args) -> dict:
     masks = sample_masks(4, args.width, p=args.dropout_rate, device=minibatch[0].device)  # lines 14 and 16
-    (vector,) = optimizer.param_groups[0]["params"]
-    vector.grad, stats = gradient_function(agent, minibatch, masks, args)
-    optimizer.step()
-    return stats
+    return step_function(agent, optimizer, minibatch, masks, optimizer.rates(), args)
 
 
 # ------------------------------------------------------------------------------------------------ results of a run
@@ -514,9 +549,9 @@ def mechanisms(agent: Agent, est: Estimate, args: Args) -> dict:
     """Are the paper's mechanisms at work? The share of steps the policy learns from, the additive term C_pi of
     Theorem 3.1, and how far draws of the actor disagree (posterior standard deviation of the action mean)."""
     c_pi = np.maximum(args.gamma * est.next_values - est.values, 0.0).mean()
-    obs = est.batch[0][:: max(1, args.batch_size // 128)]
-    masks = sample_masks(2, 16, 1, args.width, p=args.dropout_rate, device=obs.device)
-    disagreement = agent.actor(obs.expand(16, *obs.shape), masks).std(0).mean().item()
+    obs = est.batch[0][:: max(1, args.batch_size // 32)]
+    masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device).repeat_interleave(len(obs), dim=1)
+    disagreement = agent.actor(obs.repeat(16, 1), masks).unflatten(0, (16, -1)).std(0).mean().item()
     return dict(positive_advantages=(est.advantages > 0).mean(), c_pi=c_pi, disagreement=disagreement)
 
 
@@ -588,16 +623,15 @@ def compiled(function, device: torch.device):
     torch.compiler.reset()  # of what an earlier run in the same process compiled
     torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
     options = {"cpp_wrapper": True} if device.type == "cpu" else {"triton.cudagraphs": True}
-    # The networks stay the same for the run: checking them again before each call would cost a tenth of it.
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    compiled_function = torch.compile(function, options=options, dynamic=False)
+    # Shapes and settings stay the same for the run: checking them again before each call would cost a tenth of it.
+    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    compiled_function = torch.compile(function, options=options, dynamic=False, fullgraph=True)
     if device.type == "cpu":
         return compiled_function
 
     def replay(*inputs):
         torch.compiler.cudagraph_mark_step_begin()
-        gradient, stats = compiled_function(*inputs)
-        return gradient, {name: x.clone() for name, x in stats.items()}  # the graph's next run overwrites its outputs
+        return {name: x.clone() for name, x in compiled_function(*inputs).items()}  # the next call overwrites them
 
     return replay
 
@@ -622,21 +656,20 @@ def train(args: Args) -> Path:
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     envs = Envs(args, run_dir)
     agent = Agent(envs, args).to(device)
-    optimizer = make_optimizer(agent, args)
-    gradient_function = compiled(gradients, device) if args.compile else gradients
+    optimizer = Optimizer(agent, args)
+    step_function = compiled(gradient_step, device) if args.compile else gradient_step
     log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
     progress = Progress(args.num_iterations * args.batch_size)
 
     for iteration in range(1, args.num_iterations + 1):
         if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+            optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         rollout = collect(envs, agent, args)
         est = estimate(agent, rollout, args, device)
         stats = []
         for _ in range(args.update_epochs):
-            order = torch.randperm(args.batch_size, device=device)
-            for minibatch in zip(*(x[order].chunk(args.num_minibatches) for x in est.batch)):
-                stats.append(update(agent, optimizer, gradient_function, minibatch, args))
+            for minibatch in minibatches(est.batch, args):
+                stats.append(update(agent, optimizer, step_function, minibatch, args))
 
         for step, episode_return, episode_length in envs.finished:
             writer.add_scalar("charts/episodic_return", episode_return, step)
@@ -646,7 +679,7 @@ def train(args: Args) -> Path:
         last = iteration == args.num_iterations
         if last or iteration % log_every == 0:
             progress.update(envs.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
+            writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args, detailed=last or iteration % (10 * log_every) == 0)
 

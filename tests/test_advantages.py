@@ -37,10 +37,10 @@ def brute_force(rollout, values, next_values, args):
 
 @torch.no_grad()
 def state_values(agent, obs, masks=None):
-    x = torch.as_tensor(obs)
+    x = torch.as_tensor(obs).flatten(0, -2)
     if agent.critic.hidden[0].in_features > OBS:  # RMPG's q(s, a)
-        x = torch.cat([x, torch.zeros(*x.shape[:-1], 3)], dim=-1)
-    return (agent.critic(x) if masks is None else agent.critic(x, masks)).squeeze(-1).numpy()
+        x = torch.cat([x, torch.zeros(len(x), 3)], dim=-1)
+    return (agent.critic(x) if masks is None else agent.critic(x, masks)).view(obs.shape[:-1]).numpy()
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
@@ -97,7 +97,7 @@ def test_rmpg_evaluates_the_same_q_as_its_critic():
     obs, _, _, _, uniform, h_plus = est.batch
     assert uniform.shape == (STEPS * ENVS, 7, 3) and uniform.abs().max() <= 2 and uniform.std() > 1
     pairs = torch.cat([obs.unsqueeze(1).expand(-1, 7, -1), uniform], dim=-1)
-    q = agent.critic(pairs).squeeze(-1)
+    q = agent.critic(pairs.flatten(0, 1)).view(-1, 7)
     v = torch.as_tensor(est.values).reshape(-1, 1)
     torch.testing.assert_close(h_plus, torch.relu(q - v), atol=1e-5, rtol=1e-4)
 

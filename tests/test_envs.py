@@ -102,9 +102,9 @@ def test_logprobs_are_of_the_unclipped_action_under_the_policy_that_acted(script
     if hasattr(args, "thompson"):
         args.thompson = False
     rollout = script.collect(envs, agent, args)
-    normal = torch.distributions.Normal(agent.actor(torch.as_tensor(rollout.obs)), agent.log_std.exp())
-    expected = normal.log_prob(torch.as_tensor(rollout.actions)).sum(-1).detach()
-    np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-4)
+    normal = torch.distributions.Normal(agent.actor(torch.as_tensor(rollout.obs[:, 0])), agent.log_std.exp())
+    expected = normal.log_prob(torch.as_tensor(rollout.actions[:, 0])).sum(-1).detach()
+    np.testing.assert_allclose(rollout.logprobs[:, 0], expected, atol=1e-4)
 
 
 def test_observations_are_normalized_by_all_that_was_seen_so_far(script, tmp_path):
@@ -158,8 +158,8 @@ def test_dict_observations_are_flattened(script, tmp_path):
 
 def test_each_step_and_environment_has_its_own_draw_of_the_actor(bayesian, tmp_path, monkeypatch):
     args, envs, agent = make(bayesian, tmp_path, num_envs=4, num_steps=6, width=64, dropout_rate=0.3)
-    original, used = bayesian.action_means, []
-    monkeypatch.setattr(bayesian, "action_means", lambda *a: used.append(a[2].copy()) or original(*a))
+    original, used = bayesian.forward, []
+    monkeypatch.setattr(bayesian, "forward", lambda *a: used.append(a[2].copy()) or original(*a))
     bayesian.collect(envs, agent, args)
     draws = np.array(used).swapaxes(1, 2).reshape(6 * 4, -1)  # step and environment by units of both layers
     assert draws.shape == (24, 128) and len(np.unique(draws, axis=0)) == 24

@@ -111,11 +111,11 @@ def test_numpy_actor_is_the_torch_actor(script):
     for parameter in agent.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     obs = torch.randn(7, 5)
-    layers = [(weight.T.numpy(), bias.numpy()) for weight, bias in agent.actor.folded()]
+    layers = script.arrays(agent.actor)
     mean = agent.actor(obs).detach().numpy()
-    np.testing.assert_allclose(script.action_means(layers, obs.numpy()), mean, atol=1e-5)
+    np.testing.assert_allclose(script.forward(layers, obs.numpy()), mean, atol=1e-5)
     if hasattr(script, "sample_masks"):
         masks = script.sample_masks(2, 7, 32, p=0.5, device="cpu")  # a mask per row, as in a rollout
         sampled = agent.actor(obs, masks).detach().numpy()
-        np.testing.assert_allclose(script.action_means(layers, obs.numpy(), masks.numpy()), sampled, atol=1e-5)
+        np.testing.assert_allclose(script.forward(layers, obs.numpy(), masks.numpy()), sampled, atol=1e-5)
         assert np.abs(sampled - mean).max() > 1e-3

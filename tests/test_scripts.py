@@ -19,14 +19,15 @@ DIFFERENT = {
     "Args": (OWN, "flags and defaults are the algorithm's"),
     "loss_function": (OWN, "the objective is the algorithm"),
     "MLP": (BAYESIAN_OR_PLAIN, MASKS),
-    "action_means": (BAYESIAN_OR_PLAIN, MASKS),
+    "forward": (BAYESIAN_OR_PLAIN, MASKS),
     "collect": (BAYESIAN_OR_PLAIN, MASKS),
     "gradients": (BAYESIAN_OR_PLAIN, MASKS),
     "update": (BAYESIAN_OR_PLAIN, MASKS),
     "mechanisms": (BAYESIAN_OR_PLAIN, MASKS),
     "Agent": ([{VSOP, VSPPO}, {A3C, PPO}, {RMPG}], MASKS + "; RMPG's critic is q(s, a)"),
     "estimate": (OWN, MASKS + "; PPO's clipping needs the old values, RMPG the values of all actions"),
-    "make_optimizer": ([{VSOP, VSPPO, RMPG}, {A3C}, {PPO}], "AdamW, RMSProp and Adam, as in the paper's table"),
+    "gradient_step": (BAYESIAN_OR_PLAIN, MASKS),
+    "Optimizer": ([{VSOP, VSPPO, RMPG}, {A3C}, {PPO}], "AdamW, RMSProp and Adam, as in the paper's table"),
 }
 
 
