@@ -22,15 +22,22 @@ Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Ad
 `diff a3c_continuous.py vsop_continuous.py` shows the changes that make it VSOP.
 """
 
+import argparse
 import difflib
+import fcntl
+import io
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
+import zipfile
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +54,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-def fail(message: str):
+def fail(message: str, code: int = 2):
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 @dataclass
@@ -96,8 +103,15 @@ class Args:
     """use a GPU when there is one"""
     compile: bool = True
     """compile the update with torch.compile when a C++ compiler is installed"""
+    checkpoint_every: int = 4096
+    """iterations between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
+    resume: Path | None = None
+    """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
+    do not touch the learning may be given beside it"""
     save_model: bool = True
-    """write the trained policy to runs/<run>/policy.pt"""
+    """write the trained policy to runs/<run>/policy.pt, for enjoy.py"""
+    eval_episodes: int = 0
+    """episodes to evaluate the posterior mean on at the end, without noise, as eval/episodic_return"""
     capture_video: bool = False
     """film some episodes of the first environment into runs/<run>/videos"""
     track: bool = False
@@ -106,8 +120,14 @@ class Args:
     """W&B project"""
     wandb_entity: str | None = None
     """W&B user or team"""
-    batch_size: int = field(init=False)
-    num_iterations: int = field(init=False)
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
 
     def __post_init__(self):
         def check(valid, names, meaning):
@@ -116,11 +136,11 @@ class Args:
                     fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
 
         check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
+        check(lambda x: x >= 1, "checkpoint_every", "at least 1")
+        check(lambda x: x >= 0, "eval_episodes", "at least 0")
         check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm", "positive")
         check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
         check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
-        self.batch_size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // self.batch_size
         if self.batch_size % self.num_minibatches:
             fail(f"a rollout of {self.batch_size} steps cannot be split into {self.num_minibatches} equal minibatches")
         if self.num_iterations < 1:
@@ -160,7 +180,8 @@ def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, str(video_dir))
+        warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")  # names have the time in them
+        env = gym.wrappers.RecordVideo(env, str(video_dir), name_prefix=f"{time.time():.0f}")
     return env
 
 
@@ -192,6 +213,12 @@ class RunningStats:
     def std(self):
         return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
+    def state_dict(self):
+        return dict(count=self.count, mean=torch.tensor(self.mean), m2=torch.tensor(self.m2))
+
+    def load_state_dict(self, state):
+        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
+
 
 class Envs:
     """`num_envs` copies of a task, stepped in turn and reset in the step that ends an episode, with normalization.
@@ -212,8 +239,10 @@ class Envs:
         self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
         self.global_step = 0
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
-        raw = [env.reset(seed=args.seed + i)[0] for i, env in enumerate(self.envs)]
-        self.obs = self.normalize_obs(np.array(raw))  # what the policy acts on next
+        self.starts = [args.seed + i for i in range(self.num_envs)]  # seed, or state of the generator before the reset
+        self.taken = [[] for _ in self.envs]  # the actions since: what it takes to play an episode again
+        self.raw = np.array([env.reset(seed=seed)[0] for env, seed in zip(self.envs, self.starts)])
+        self.obs = self.normalize_obs(self.raw)  # what the policy acts on next
 
     def normalize_obs(self, raw):
         if not self.args.norm_obs:
@@ -227,12 +256,21 @@ class Envs:
         results = [env.step(action) for env, action in zip(self.envs, actions)]
         raw, rewards, terminated, truncated, _ = zip(*results)
         self.global_step += self.num_envs
-        self.obs = next_obs = self.normalize_obs(np.array(raw))
+        self.raw = np.array(raw)
+        self.obs = next_obs = self.normalize_obs(self.raw)
+        for taken, action in zip(self.taken, actions):
+            taken.append(action)
         if any(terminated) or any(truncated):
-            ended = [i for i in range(self.num_envs) if terminated[i] or truncated[i]]
             self.obs = next_obs.copy()
-            self.obs[ended] = self.normalize_obs(np.array([self.envs[i].reset()[0] for i in ended]))
+            self.reset([i for i in range(self.num_envs) if terminated[i] or truncated[i]])
         return next_obs, rewards, terminated, truncated
+
+    def reset(self, ended):
+        for i in ended:
+            self.starts[i] = self.envs[i].unwrapped.np_random.bit_generator.state
+            self.taken[i] = []
+            self.raw[i], _ = self.envs[i].reset()
+        self.obs[ended] = self.normalize_obs(self.raw[ended])
 
     def score(self, rewards, ends):
         """Takes note of the episodes that ended in a rollout and returns its rewards, each scaled by the statistics up
@@ -257,6 +295,33 @@ class Envs:
         scaled = rewards / self.return_stats.update_in_turn(discounted_returns)[:, None]
         return np.minimum(np.maximum(scaled, -10.0), 10.0)
 
+    def state_dict(self):
+        state = {name: getattr(self, name) for name in ("episodes", "global_step", "starts")}
+        state |= {name: getattr(self, name).state_dict() for name in ("obs_stats", "return_stats")}
+        state |= {name: torch.tensor(getattr(self, name)) for name in ("raw", "obs")}
+        return state | dict(taken=[torch.tensor(np.array(taken)) for taken in self.taken])
+
+    def load_state_dict(self, state):
+        """Plays the episodes in progress again: a simulator's saved state alone is not exact for all tasks."""
+        for name in ("obs_stats", "return_stats"):
+            getattr(self, name).load_state_dict(state[name])
+        for name in ("raw", "obs"):
+            setattr(self, name, state[name].numpy())
+        self.episodes, self.global_step, self.starts = state["episodes"], state["global_step"], state["starts"]
+        self.taken = [list(taken.numpy()) for taken in state["taken"]]
+        for i, (env, start) in enumerate(zip(self.envs, self.starts)):
+            if isinstance(start, int):
+                raw, _ = env.reset(seed=start)
+            else:
+                env.unwrapped.np_random.bit_generator.state = start
+                raw, _ = env.reset()
+            for action in self.taken[i]:
+                raw, *_ = env.step(action)
+            if not np.array_equal(raw, self.raw[i]):
+                print(f"{self.args.env_id} does not repeat itself: an episode in progress starts anew", file=sys.stderr)
+                self.episodes[i] = (0.0, 0, 0.0)
+                self.reset([i])
+
     def close(self):
         for env in self.envs:
             env.close()
@@ -273,6 +338,8 @@ def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
 
 class MLP(nn.Module):
     """Two hidden layers."""
+
+    activation = "tanh"
 
     def __init__(self, in_dim, out_dim, out_gain, args):
         super().__init__()
@@ -328,6 +395,7 @@ class Rollout(NamedTuple):
 
 
 @torch.no_grad()
+@np.errstate(invalid="ignore")  # what is not finite is reported by `not_finite`
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Act for num_steps."""
     steps, n = args.num_steps, args.num_envs
@@ -386,7 +454,7 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
     numbers = (rollout.logprobs, advantages, advantages + values)
     columns = (obs, rollout.actions.reshape(args.batch_size, -1), *(x.ravel() for x in numbers))
-    batch = tuple(torch.as_tensor(x, dtype=torch.float32, device=device) for x in columns)
+    batch = tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in columns)
     return Estimate(advantages, values, next_values, batch)
 
 
@@ -483,25 +551,152 @@ def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: li
                 writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
 
 
+def not_finite(rollout: Rollout, stats: list) -> str | None:
+    """What went wrong first in an iteration, if anything did."""
+    for name, x in (("an observation", rollout.next_obs), ("a reward", rollout.rewards)):
+        if not np.isfinite(x).all():
+            return name
+    if torch.stack([x["grad_norm"] for x in stats]).isfinite().all():
+        return None
+    return next(name for x in stats for name, value in x.items() if not value.isfinite())
+
+
+@np.errstate(invalid="ignore")
+def evaluate(agent: Agent, envs: Envs, args: Args) -> list:
+    """Returns of episodes of the posterior mean without noise, with the observation statistics as they are."""
+    layers, returns, stats = arrays(agent.actor), [], envs.obs_stats
+    env = make_env(args.env_id)
+    for episode in range(args.eval_episodes):
+        raw, _ = env.reset(seed=args.seed if episode == 0 else None)
+        returns.append(0.0)
+        ended = False
+        while not ended:
+            obs = np.clip((raw - stats.mean) / stats.std, -10.0, 10.0) if args.norm_obs else raw
+            action = forward(layers, obs[None].astype(np.float32))[0].clip(envs.low, envs.high)
+            raw, reward, terminated, truncated, _ = env.step(action.reshape(env.action_space.shape))
+            returns[-1] += float(reward)
+            ended = terminated or truncated
+    env.close()
+    return returns
+
+
+# ------------------------------------------------------------------------------------------------ files of a run
+
+
+def write(path: Path, content: dict):
+    """All of it or nothing: a crash or a full disk leaves the file that was there before."""
+    buffer, part = io.BytesIO(), path.with_suffix(".part")
+    torch.save(content, buffer)
+    try:
+        with open(part, "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def save_policy(path: Path, agent: Agent, envs: Envs, args: Args):
     """All it takes to act: the actor with the spectral norm folded in, and how observations and actions are scaled."""
-    policy = dict(script=Path(__file__).stem, args=asdict(args), log_std=agent.log_std.detach().cpu().clone())
+    policy = dict(
+        script=Path(__file__).stem, env_id=args.env_id, args=settings(args), activation=agent.actor.activation
+    )
     policy["layers"] = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.folded()]
-    policy["obs_mean"], policy["obs_std"] = torch.as_tensor(envs.obs_stats.mean), torch.as_tensor(envs.obs_stats.std)
-    policy["action_low"], policy["action_high"] = torch.as_tensor(envs.low), torch.as_tensor(envs.high)
-    torch.save(policy, path)
+    policy["log_std"] = agent.log_std.detach().cpu().clone()
+    policy["obs_mean"], policy["obs_std"] = torch.tensor(envs.obs_stats.mean), torch.tensor(envs.obs_stats.std)
+    policy["action_low"], policy["action_high"] = torch.tensor(envs.low), torch.tensor(envs.high)
+    write(path, policy)
+
+
+def settings(args: Args) -> dict:
+    """The arguments that make a run what it is."""
+    return {name: x for name, x in asdict(args).items() if name != "resume"}
+
+
+CHECKPOINT_VERSION = 1
+
+
+def event_files(run_dir: Path) -> dict:
+    return {path.name: path.stat().st_size for path in run_dir.glob("events.out.tfevents.*")}
+
+
+def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs, progress, writer, args: Args):
+    """All it takes to go on as if nothing had happened."""
+    writer.flush()
+    state = dict(version=CHECKPOINT_VERSION, script=Path(__file__).stem, args=settings(args), step=envs.global_step)
+    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), optimizer_steps=optimizer.steps)
+    state |= dict(envs=envs.state_dict(), random=torch.get_rng_state(), events=event_files(run_dir))
+    state |= dict(iteration=iteration, seconds=progress.seconds(), returns=list(progress.returns))
+    if torch.cuda.is_available():
+        state["random_cuda"] = torch.cuda.get_rng_state_all()
+    write(run_dir / "checkpoint.pt", state)
+
+
+def load_checkpoint(run_dir: Path) -> dict:
+    path, script = run_dir / "checkpoint.pt", Path(__file__).stem
+    if not path.is_file():
+        fail(f"{run_dir} holds no checkpoint.pt to resume from")
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # torch does not look at the checksums
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        version, owner, args = state["version"], state["script"], dict(state["args"])
+    except Exception as error:  # a file that is none of ours may raise anything
+        fail(f"{path} is no checkpoint or is damaged ({type(error).__name__})")
+    if damaged:
+        fail(f"{path} is damaged: the checksum of {damaged} is wrong")
+    if version != CHECKPOINT_VERSION:
+        fail(f"{path} has version {version} of the format, this script reads version {CHECKPOINT_VERSION}")
+    if owner != script:
+        fail(f"{path} is of {owner}.py, not of {script}.py")
+    if unknown := args.keys() ^ settings(Args()).keys():
+        fail(f"{path} is of another version of {script}.py, which differs in {', '.join(sorted(unknown))}")
+    return state
+
+
+def restore(state: dict, run_dir: Path, agent: Agent, optimizer: Optimizer, envs: Envs):
+    try:
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.steps = state["optimizer_steps"]
+        envs.load_state_dict(state["envs"])
+        if "random_cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["random_cuda"])
+        torch.set_rng_state(state["random"])
+        for name in event_files(run_dir):  # what was logged after the checkpoint will be logged again
+            if name in state["events"]:
+                os.truncate(run_dir / name, state["events"][name])
+            else:
+                (run_dir / name).unlink()
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        fail(f"{run_dir / 'checkpoint.pt'} does not fit the run: {type(error).__name__}: {reason}")
+
+
+def stop(run_dir: Path, reason: str):
+    """Ends a run that went wrong."""
+    path = run_dir / "checkpoint.pt"
+    known = (
+        f"the last good one is {path} of step {load_checkpoint(run_dir)['step']}" if path.exists() else "there is none"
+    )
+    fail(f"{reason}; no checkpoint was written, {known}", code=1)
 
 
 class Progress:
     """A progress bar on a terminal, elsewhere a line every half minute."""
 
-    def __init__(self, total: int):
-        self.returns, self.rate, self.start = deque(maxlen=100), 0.0, time.time()
-        self.next_line = self.start + 30
-        self.bar = tqdm(total=total, unit="step", unit_scale=True, file=sys.stdout, disable=not sys.stdout.isatty())
+    def __init__(self, total: int, step: int = 0, seconds: float = 0.0, returns: tuple = ()):
+        self.returns, self.rate, self.start = deque(returns, maxlen=100), 0.0, time.time() - seconds
+        self.next_line = time.time() + 30
+        options = dict(unit="step", unit_scale=True, file=sys.stdout, disable=not sys.stdout.isatty())
+        self.bar = tqdm(total=total, initial=step, **options)
+
+    def seconds(self) -> float:
+        return time.time() - self.start
 
     def update(self, step: int):
-        self.rate = step / (time.time() - self.start)
+        self.rate = step / self.seconds()
         self.bar.set_postfix_str(f"return {self.mean_return():.2f}", refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.time() > self.next_line:
@@ -527,6 +722,40 @@ def make_run_dir(args: Args) -> Path:
             fail(f"cannot write to the runs folder: {error}")
 
 
+@contextmanager
+def run_folder(args: Args):
+    """A new folder, or the one to go on in. A second process in it would ruin its files: the lock keeps it out, and
+    goes with the process however that ends."""
+    run_dir = args.resume or make_run_dir(args)
+    with open(run_dir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fail(f"another process is training in {run_dir}")
+        threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
+        try:
+            yield run_dir
+        except OSError as error:
+            stop(run_dir, f"the run cannot go on: {error.strerror or error}")
+
+
+@contextmanager
+def caught_signals():
+    """SIGINT and SIGTERM as they come in, to be heeded when the iteration is over; the second one ends the program."""
+    numbers = []
+
+    def handler(number, frame):
+        numbers.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield numbers
+    finally:
+        for number in before:
+            signal.signal(number, before[number])
+
+
 def compiled(function, device: torch.device):
     if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
         print("no C++ compiler found: the run goes on uncompiled, at about half the speed", file=sys.stderr)
@@ -547,63 +776,103 @@ def compiled(function, device: torch.device):
     return replay
 
 
+def parse_args() -> Args:
+    """From the command line. With --resume they are the run's, and what is given beside it must not contradict them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", type=Path)
+    run_dir = parser.parse_known_args()[0].resume
+    if run_dir is None:
+        return tyro.cli(Args)
+    try:
+        of_run = Args(**load_checkpoint(run_dir)["args"])
+    except TypeError as error:
+        fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
+    args = tyro.cli(Args, default=of_run)
+    free = "total_timesteps checkpoint_every save_model eval_episodes capture_video cuda compile track".split()
+    for name, value in settings(of_run).items():
+        if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
+            fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
+    return args
+
+
 def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.capture_video and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
     make_env(args.env_id).close()  # a bad task ends the program here, before there is a run folder
-    run_dir = make_run_dir(args)
-    if args.track:
-        import wandb
+    with run_folder(args) as run_dir, caught_signals() as signals:
+        saved = load_checkpoint(run_dir) if args.resume else dict(iteration=0, seconds=0.0, returns=[])
+        if args.num_iterations < saved["iteration"]:
+            fail(f"--total-timesteps {args.total_timesteps}: {run_dir} has {saved['step']} behind it already")
+        if args.track:
+            import wandb
 
-        project = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name)
-        try:
-            wandb.init(**project, config=asdict(args), sync_tensorboard=True, save_code=True)
-        except wandb.errors.Error as error:
-            fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
-    writer = SummaryWriter(str(run_dir))
-    rows = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    envs = Envs(args, run_dir)
-    agent = Agent(envs, args).to(device)
-    optimizer = Optimizer(agent, args)
-    step_function = compiled(gradient_step, device) if args.compile else gradient_step
-    log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
-    progress = Progress(args.num_iterations * args.batch_size)
+            project = dict(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name
+            )
+            try:
+                wandb.init(**project, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
+            except wandb.errors.Error as error:
+                fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
+        envs = Envs(args, run_dir)
+        agent = Agent(envs, args).to(device)
+        optimizer = Optimizer(agent, args)
+        if args.resume:
+            restore(saved, run_dir, agent, optimizer, envs)
+        step_function = compiled(gradient_step, device) if args.compile else gradient_step
+        log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
+        progress = Progress(args.num_iterations * args.batch_size, envs.global_step, saved["seconds"], saved["returns"])
+        writer = SummaryWriter(str(run_dir))
+        if not args.resume:
+            rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
+            writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+            save_checkpoint(run_dir, 0, agent, optimizer, envs, progress, writer, args)
 
-    for iteration in range(1, args.num_iterations + 1):
-        if args.anneal_lr:
-            optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-        rollout = collect(envs, agent, args)
-        est = estimate(agent, rollout, args, device)
-        stats = []
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches(est.batch, args):
-                stats.append(update(agent, optimizer, step_function, minibatch, args))
+        for iteration in range(saved["iteration"] + 1, args.num_iterations + 1):
+            if args.anneal_lr:
+                optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+            rollout = collect(envs, agent, args)
+            est = estimate(agent, rollout, args, device)
+            stats = []
+            for _ in range(args.update_epochs):
+                for minibatch in minibatches(est.batch, args):
+                    stats.append(update(agent, optimizer, step_function, minibatch, args))
+            if name := not_finite(rollout, stats):
+                stop(run_dir, f"{name} is not finite at step {envs.global_step}")
 
-        for step, episode_return, episode_length in envs.finished:
-            writer.add_scalar("charts/episodic_return", episode_return, step)
-            writer.add_scalar("charts/episodic_length", episode_length, step)
-            progress.returns.append(episode_return)
-        envs.finished.clear()
-        last = iteration == args.num_iterations
-        if last or iteration % log_every == 0:
-            progress.update(envs.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
-            writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
-            log(writer, envs.global_step, agent, est, stats, args, detailed=last or iteration % (10 * log_every) == 0)
+            for step, episode_return, episode_length in envs.finished:
+                writer.add_scalar("charts/episodic_return", episode_return, step)
+                writer.add_scalar("charts/episodic_length", episode_length, step)
+                progress.returns.append(episode_return)
+            envs.finished.clear()
+            last = iteration == args.num_iterations
+            if last or iteration % log_every == 0:
+                progress.update(envs.global_step)
+                writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
+                writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
+                detailed = last or iteration % (10 * log_every) == 0
+                log(writer, envs.global_step, agent, est, stats, args, detailed)
+            if last or signals or iteration % args.checkpoint_every == 0:
+                save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
+            if signals:
+                print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
+                sys.exit(128 + signals[0])
 
-    progress.bar.close()
-    envs.close()
-    writer.close()
+        progress.bar.close()
+        if args.eval_episodes:
+            returns = evaluate(agent, envs, args)
+            writer.add_scalar("eval/episodic_return", np.mean(returns), envs.global_step)
+            print(f"{run_dir}: mean return of {len(returns)} episodes of the posterior mean {np.mean(returns):.2f}")
+        if args.save_model:
+            save_policy(run_dir / "policy.pt", agent, envs, args)
+        envs.close()
+        writer.close()
     if args.track:
         wandb.finish()
-    if args.save_model:
-        save_policy(run_dir / "policy.pt", agent, envs, args)
     print(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {progress.mean_return():.2f}")
     return run_dir
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

@@ -149,7 +149,8 @@ def measure_script(name, task, settings, windows_wanted=25):
     script.estimate = windows.timed(script.estimate, "advantage")
     timed_update, script.update = windows.timed(script.update, "update"), update
     args = script.Args(env_id=task, **settings)
-    args.num_iterations = -(-max(2048, args.batch_size) * (windows_wanted + 3) // args.batch_size)
+    iterations = -(-max(2048, args.batch_size) * (windows_wanted + 3) // args.batch_size)
+    args.total_timesteps = iterations * args.batch_size
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         setup = time.time()
         script.train(args)

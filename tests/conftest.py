@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,6 +32,17 @@ def run(name, *options, cwd, **env):
     """A script through its command line."""
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, options)]
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
+
+
+def run_dir(folder) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def scalars(folder):
+    events = EventAccumulator(str(run_dir(folder)), size_guidance=dict(scalars=0))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, events.Tags()
 
 
 @pytest.fixture(params=SCRIPTS)

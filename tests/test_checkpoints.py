@@ -1,0 +1,382 @@
+"""Runs that survive: killed, terminated, out of disk, on damaged files, and resumed."""
+
+import fcntl
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, load, run, run_dir, scalars
+
+SMALL = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
+# What each script is killed on: the tasks whose simulator cannot be restored from its state alone come first.
+KILLED = {
+    "vsop_continuous": ("Humanoid-v4", *SMALL, "--total-timesteps", 128 * 70, "--checkpoint-every", 3),
+    "a3c_continuous": ("Ant-v4", "--no-compile", "--total-timesteps", 5 * 1200, "--checkpoint-every", 50),
+    "ppo_continuous": ("Reacher-v4", *SMALL, "--num-envs", 2, "--total-timesteps", 256 * 110, "--checkpoint-every", 4),
+    "vsppo_continuous": ("Hopper-v4", *SMALL, "--total-timesteps", 128 * 120, "--checkpoint-every", 1),
+    "rmpg_continuous": ("HalfCheetah-v4", *SMALL, "--mc-samples", 10, "--total-timesteps", 128 * 120),
+}
+
+
+def start(name, *options, cwd):
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, options)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process=None):
+    for _ in range(6000):
+        if condition():
+            return
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError("waited for a minute")
+
+
+def events(folder):
+    return set(folder.glob("runs/*/events*"))
+
+
+def result(folder):
+    """All that must be the same: weights, optimizer, statistics, random numbers, and every logged point."""
+    state = torch.load(run_dir(folder) / "checkpoint.pt", weights_only=True)
+    logged, _ = scalars(folder)
+    del state["seconds"], state["events"], logged["charts/SPS"]
+    return state | dict(logged=logged, policy=torch.load(run_dir(folder) / "policy.pt", weights_only=True))
+
+
+def assert_same(one, other, path=""):
+    assert type(one) is type(other), path
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for i, pair in enumerate(zip(one, other)):
+            assert_same(*pair, f"{path}/{i}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), path
+    else:
+        assert one == other, path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ten_kills_change_nothing(name, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    options = ("--env-id", *KILLED[name])
+    assert run(name, *options, cwd=whole).returncode == 0
+    rng = random.Random(0)
+    resumed = ()
+    for _ in range(10):
+        before = events(killed)
+        process = start(name, *(resumed or options), cwd=killed)
+        wait_for(lambda before=before: events(killed) - before, process)
+        wait_for(lambda: list(killed.glob("runs/*/checkpoint.pt")), process)  # it trains from here on
+        time.sleep(rng.uniform(0.05, 0.5))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "the run is too short to be killed ten times"
+        process.communicate()
+        resumed = ("--resume", run_dir(killed).relative_to(killed))
+    step = torch.load(run_dir(killed) / "checkpoint.pt", weights_only=True)["step"]
+    assert 0 < step < load(name).Args().total_timesteps
+    done = run(name, *resumed, cwd=killed)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert_same(result(killed), result(whole))
+
+
+def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
+    options = ("--env-id", "Walker2d-v4", *SMALL[:-1], "--checkpoint-every", 5, "--total-timesteps", 128 * 40)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert run("vsop_continuous", *options, cwd=whole).returncode == 0
+    process = start("vsop_continuous", *options, cwd=killed)
+    wait_for(lambda: list(killed.glob("runs/*/checkpoint.pt")) and torch_step(killed) >= 640, process)
+    process.kill()
+    process.communicate()
+    done = run("vsop_continuous", "--resume", run_dir(killed), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_same(result(killed), result(whole))
+
+
+def torch_step(folder):
+    return torch.load(run_dir(folder) / "checkpoint.pt", weights_only=True)["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_checkpoint(number, tmp_path):
+    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 1000, "--total-timesteps", 100_000)
+    process = start("vsop_continuous", *options, cwd=tmp_path)
+    wait_for(lambda: events(tmp_path), process)
+    time.sleep(1.0)
+    sent = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - sent < 3.0  # an iteration takes less than a tenth of a second
+    assert process.returncode == 128 + number
+    folder = run_dir(tmp_path)
+    step = torch_step(tmp_path)
+    assert step > 128 and errors == f"stopped at step {step}, to go on: --resume runs/{folder.name}\n"
+    args = load("vsop_continuous").Args
+    assert args(**torch.load(folder / "checkpoint.pt", weights_only=True)["args"]).total_timesteps == 100_000
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run of VSOP that came to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = run("vsop_continuous", "--env-id", "Hopper-v4", *SMALL, "--total-timesteps", 128 * 12, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    return run_dir(tmp_path)
+
+
+def test_a_finished_run_can_be_extended(copied, tmp_path):
+    done = run("vsop_continuous", "--resume", copied, "--total-timesteps", 128 * 24, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    logged, _ = scalars(tmp_path)
+    steps = [step for step, _ in logged["charts/learning_rate"]]
+    assert steps == sorted(set(steps)) and steps[-1] == 128 * 24
+    episodes = [step for step, _ in logged["charts/episodic_return"]]
+    assert episodes == sorted(set(episodes)) and sum(length for _, length in logged["charts/episodic_length"]) > 2900
+    assert torch_step(tmp_path) == 128 * 24
+
+
+def test_resuming_a_finished_run_is_harmless(copied, tmp_path):
+    before = result(tmp_path)
+    done = run("vsop_continuous", "--resume", copied, cwd=tmp_path)
+    assert done.returncode == 0 and "mean return of the last" in done.stdout
+    assert_same(result(tmp_path), before)
+
+
+def refusal(name, *options, cwd):
+    done = run(name, *options, cwd=cwd)
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_arguments_that_contradict_the_run(copied, tmp_path):
+    before = (copied / "checkpoint.pt").read_bytes()
+    # 64 is not the default, 256 is: both were given, and both are not what the run has
+    for flag, value, has in (("width", 64, 16), ("width", 256, 16), ("seed", 2, 1), ("env-id", "Ant-v4", "Hopper-v4")):
+        message = refusal("vsop_continuous", "--resume", copied, f"--{flag}", value, cwd=tmp_path)
+        assert f"--{flag} {value} contradicts" in message and message.endswith(f"which has {has}\n")
+    message = refusal("vsop_continuous", "--resume", copied, "--total-timesteps", 256, cwd=tmp_path)
+    assert "has 1536 behind it already" in message
+    assert (copied / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_second_process_is_refused(copied, tmp_path):
+    with open(copied / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        message = refusal("vsop_continuous", "--resume", copied, "--total-timesteps", 9999, cwd=tmp_path)
+    assert message == f"error: another process is training in {copied}\n"
+
+
+def rewrite(path, **changes):
+    state = torch.load(path, weights_only=True)
+    torch.save(state | changes, path)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("payload-was-here",)
+
+
+DAMAGE = {
+    "missing": (lambda path: path.unlink(), "holds no checkpoint.pt to resume from"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "is no checkpoint or is damaged"),
+    "empty": (lambda path: path.write_bytes(b""), "is no checkpoint or is damaged"),
+    "another file": (lambda path: path.write_text("hello"), "is no checkpoint or is damaged"),
+    "another archive": (lambda path: torch.save([1, 2], path), "is no checkpoint or is damaged"),
+    "a pickled payload": (lambda path: torch.save(Payload(), path), "is no checkpoint or is damaged"),
+    "one bit": (flip_a_bit, "is damaged: the checksum of"),
+    "another version": (lambda path: rewrite(path, version=0), "has version 0 of the format"),
+    "another script": (lambda path: rewrite(path, script="ppo_continuous"), "is of ppo_continuous.py, not of vsop"),
+    "other arguments": (lambda path: rewrite(path, args=dict(seed=1)), "is of another version of vsop_continuous.py"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoints_are_one_line(kind, copied, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage, expected = DAMAGE[kind]
+    damage(copied / "checkpoint.pt")
+    with pytest.raises(SystemExit, match="2"):
+        load("vsop_continuous").load_checkpoint(copied)
+    message = capsys.readouterr().err
+    assert expected in message and message.count("\n") == 1 and str(copied) in message
+    assert not (tmp_path / "payload-was-here").exists()
+
+
+@pytest.mark.parametrize("changes, expected", [
+    (dict(agent={}), "RuntimeError: Error(s) in loading state_dict"),
+    (dict(random=torch.zeros(3, dtype=torch.uint8)), "RuntimeError"),
+    (dict(envs={}), "KeyError"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_one_line(changes, expected, copied, tmp_path):
+    rewrite(copied / "checkpoint.pt", **changes)
+    message = refusal("vsop_continuous", "--resume", copied, "--total-timesteps", 9999, cwd=tmp_path)
+    assert "does not fit the run" in message and expected in message
+    assert scalars(tmp_path)[0]["charts/episodic_return"]  # the log is untouched
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    """What is written through a link to /dev/full fails as on a full disk."""
+    whole, full = tmp_path / "whole", tmp_path / "full"
+    whole.mkdir()
+    full.mkdir()
+    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 5, "--total-timesteps", 128 * 60)
+    assert run("vsop_continuous", *options, cwd=whole).returncode == 0
+    process = start("vsop_continuous", *options, cwd=full)
+    wait_for(lambda: list(full.glob("runs/*/checkpoint.pt")), process)
+    folder = run_dir(full)
+    os.symlink("/dev/full", folder / "checkpoint.link")
+    os.replace(folder / "checkpoint.link", folder / "checkpoint.part")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and errors.count("\n") == 1, errors
+    good = rf"the last good one is runs/{folder.name}/checkpoint.pt of step {torch_step(full)}"
+    assert f"No space left on device; no checkpoint was written, {good}" in errors
+    done = run("vsop_continuous", "--resume", folder, cwd=full)
+    assert done.returncode == 0, done.stderr
+    assert_same(result(full), result(whole))
+
+
+def test_a_log_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch, capsys):
+    script = load("vsop_continuous")
+    monkeypatch.chdir(tmp_path)
+
+    def full(writer):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script.SummaryWriter, "flush", full)
+    args = script.Args(
+        env_id="Pendulum-v1", width=8, num_steps=64, total_timesteps=640, num_minibatches=1, compile=False
+    )
+    with pytest.raises(SystemExit, match="1"):
+        script.train(args)
+    expected = "error: the run cannot go on: No space left on device; no checkpoint was written, there is none\n"
+    assert capsys.readouterr().err == expected
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+BROKEN_TASK = """
+import gymnasium as gym, numpy as np
+class Broken(gym.Env):
+    action_space = observation_space = gym.spaces.Box(-1, 1, (2,), dtype=np.float64)
+    total = 0
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.normal(size=2), {}
+    def step(self, action):
+        self.t += 1
+        Broken.total += 1
+        bad = Broken.total == 300
+        obs = self.np_random.normal(size=2) + (BAD if bad else 0.0)
+        return obs, REWARD if bad else 1.0, self.t == 50, False, {}
+gym.register("Broken-v0", Broken)
+"""
+
+
+@pytest.mark.parametrize("obs, reward, expected", [
+    ("np.nan", "1.0", "an observation"),
+    ("np.inf", "1.0", "an observation"),
+    ("0.0", "np.nan", "a reward"),
+])  # fmt: skip
+def test_what_is_not_finite_stops_the_run(obs, reward, expected, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN_TASK.replace("BAD", obs).replace("REWARD", reward))
+    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280, "--checkpoint-every", 1)
+    done = run("vsop_continuous", *options, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    path = run_dir(tmp_path).relative_to(tmp_path) / "checkpoint.pt"
+    good = f"no checkpoint was written, the last good one is {path} of step 256"
+    assert done.stderr == f"error: {expected} is not finite at step 384; {good}\n"
+    assert torch_step(tmp_path) == 256
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_loss_that_explodes_stops_the_run(name, tmp_path):
+    options = ("--env-id", "Hopper-v4", *SMALL, "--learning-rate", 1e35, "--total-timesteps", 1280)
+    done = run(name, *options, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    expected = r"error: (policy_loss|value_loss|approx_kl|grad_norm) is not finite at step \d+; .* of step 0\n"
+    assert re.fullmatch(expected, done.stderr), done.stderr
+    assert not list(tmp_path.glob("runs/*/policy.pt"))
+
+
+def test_an_episode_that_cannot_be_repeated_starts_anew(tmp_path):
+    task = (
+        BROKEN_TASK.replace("BAD", "0.0").replace("REWARD", "1.0").replace("self.np_random.normal", "np.random.normal")
+    )
+    (tmp_path / "broken.py").write_text(task)
+    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280)
+    assert run("vsop_continuous", *options, cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
+    resume = ("--resume", run_dir(tmp_path), "--total-timesteps", 2560)
+    done = run("vsop_continuous", *resume, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    assert done.stderr == "broken:Broken-v0 does not repeat itself: an episode in progress starts anew\n"
+    lengths = [length for _, length in scalars(tmp_path)[0]["charts/episodic_length"]]
+    assert set(lengths) == {50} and len(lengths) == 25 + 25  # 30 steps of the 26th episode are lost
+
+
+@pytest.mark.parametrize("task", ["Humanoid-v4", "Ant-v4", "Reacher-v4", "Pusher-v5", "Swimmer-v4", "Pendulum-v1"])
+def test_environments_are_restored_exactly(script, task, tmp_path):
+    args = script.Args(env_id=task, num_envs=2, num_steps=130, num_minibatches=1, total_timesteps=1000)
+    rng = np.random.default_rng(0)
+    envs = script.Envs(args, tmp_path)
+    actions = rng.normal(size=(300, 2, envs.action_dim)).astype(np.float32)
+    for action in actions[:137]:
+        envs.step(action)
+    envs.score(rng.normal(size=(137, 2)), np.zeros((137, 2), dtype=bool))
+    torch.save(envs.state_dict(), tmp_path / "envs.pt")
+    twin = script.Envs(args, tmp_path)
+    twin.load_state_dict(torch.load(tmp_path / "envs.pt", weights_only=True))
+    for action in actions[137:]:
+        for one, other in zip(envs.step(action), twin.step(action)):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(envs.obs, twin.obs)
+    assert_same(envs.state_dict(), twin.state_dict())
+
+
+def test_a_tracked_run_goes_on_as_the_same_wandb_run(copied, tmp_path):
+    options = ("--resume", copied, "--track", "--total-timesteps", 128 * 14)
+    done = run("vsop_continuous", *options, cwd=tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith(f"-{copied.name}")
+
+
+def test_evaluation_at_the_end(tmp_path):
+    options = ("--env-id", "Hopper-v4", *SMALL, "--total-timesteps", 512, "--eval-episodes", 3)
+    done = run("a3c_continuous", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = float(re.search(r"mean return of 3 episodes of the posterior mean (-?[\d.]+)", done.stdout)[1])
+    ((step, logged),) = scalars(tmp_path)[0]["eval/episodic_return"]
+    assert step == 512 and logged == pytest.approx(printed, abs=0.01)
+    shown = subprocess.run(
+        [sys.executable, ROOT / "enjoy.py", run_dir(tmp_path), "--episodes", "3"], capture_output=True, text=True
+    )
+    assert f"mean {printed:.2f}," in shown.stdout
