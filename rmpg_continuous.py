@@ -120,7 +120,7 @@ class Args:
     """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
     do not touch the learning may be given beside it"""
     save_model: bool = True
-    """write the trained policy to runs/<run>/policy.pt, for enjoy.py"""
+    """write the policy to runs/<run>/policy.pt with each checkpoint, for enjoy.py"""
     eval_episodes: int = 0
     """episodes to evaluate the posterior mean on at the end, without noise, as eval/episodic_return"""
     capture_video: bool = False
@@ -701,9 +701,8 @@ def write(path: Path, content: dict):
 
 def save_policy(path: Path, agent: Agent, envs: Envs, args: Args):
     """All it takes to act: the actor with the spectral norm folded in, and how observations and actions are scaled."""
-    policy = dict(
-        script=Path(__file__).stem, env_id=args.env_id, args=settings(args), activation=agent.actor.activation
-    )
+    policy = dict(script=Path(__file__).stem, env_id=args.env_id, args=settings(args))
+    policy["activation"] = agent.actor.activation
     policy["layers"] = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.folded()]
     policy["log_std"] = agent.log_std.detach().cpu().clone()
     policy["obs_mean"], policy["obs_std"] = torch.tensor(envs.obs_stats.mean), torch.tensor(envs.obs_stats.std)
@@ -777,10 +776,9 @@ def restore(state: dict, run_dir: Path, agent: Agent, optimizer: Optimizer, envs
 
 def stop(run_dir: Path, reason: str):
     """Ends a run that went wrong."""
-    path = run_dir / "checkpoint.pt"
-    known = (
-        f"the last good one is {path} of step {load_checkpoint(run_dir)['step']}" if path.exists() else "there is none"
-    )
+    path, known = run_dir / "checkpoint.pt", "there is none"
+    if path.exists():
+        known = f"the last good one is {path} of step {load_checkpoint(run_dir)['step']}"
     fail(f"{reason}; no checkpoint was written, {known}", code=1)
 
 
@@ -956,6 +954,8 @@ def train(args: Args) -> Path:
                 log(writer, envs.global_step, agent, est, stats, args, detailed)
             if last or signals or iteration % args.checkpoint_every == 0:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
+                if args.save_model:
+                    save_policy(run_dir / "policy.pt", agent, envs, args)
             if signals:
                 print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
                 sys.exit(128 + signals[0])
@@ -965,8 +965,6 @@ def train(args: Args) -> Path:
             returns = evaluate(agent, envs, args)
             writer.add_scalar("eval/episodic_return", np.mean(returns), envs.global_step)
             print(f"{run_dir}: mean return of {len(returns)} episodes of the posterior mean {np.mean(returns):.2f}")
-        if args.save_model:
-            save_policy(run_dir / "policy.pt", agent, envs, args)
         envs.close()
         writer.close()
     if args.track:
