@@ -1,0 +1,49 @@
+"""Scores of a policy that draws uniform actions, the zero of the normalized scores. Writes results/random.json:
+
+python benchmark/random_policy.py
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+
+EPISODES = 100
+RESULTS = Path(__file__).parent / "results"
+
+
+def random_returns(task: str, episodes: int, seed: int = 0) -> list:
+    env = gym.make(task)
+    env.action_space.seed(seed)
+    returns = []
+    for episode in range(episodes):
+        env.reset(seed=seed if episode == 0 else None)
+        total, ended = 0.0, False
+        while not ended:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total, ended = total + float(reward), terminated or truncated
+        returns.append(total)
+    return returns
+
+
+def main():
+    warnings.filterwarnings("ignore", message=".*is out of date.*")
+    mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.insert(0, str(Path(__file__).parent))
+    from run import load_experiment
+
+    scores = {}
+    for task in load_experiment("baselines").tasks:
+        returns = random_returns(task, EPISODES)
+        scores[task] = dict(mean=round(float(np.mean(returns)), 3), std=round(float(np.std(returns)), 3))
+        print(task, scores[task], flush=True)
+    what = f"returns of {EPISODES} episodes of uniform actions, by benchmark/random_policy.py"
+    (RESULTS / "random.json").write_text(json.dumps(dict(what=what, scores=scores), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
