@@ -11,6 +11,7 @@ what notes.md says there is taken into it.
 
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pandas as pd
 import tyro
 
 matplotlib.use("Agg")
+warnings.filterwarnings("ignore", message="random_state is deprecated", category=FutureWarning)  # rliable calls arch so
 import matplotlib.pyplot as plt
 from rliable import library, metrics
 
@@ -60,12 +62,17 @@ def curve(steps, returns, total):
         return grid_steps, (sums[ended] - sums[first]) / (ended - first)
 
 
-def read_run(run) -> pd.DataFrame:
+def read_log(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (folder,) = {path.parent for path in run.folder.glob("runs/*/policy.pt")}
-    log = EventAccumulator(str(folder), size_guidance=dict(scalars=0, histograms=1, tensors=1))
+    (folder,) = {path.parent for path in run.folder.glob("runs/*/checkpoint.pt")}
+    log = EventAccumulator(str(folder), size_guidance=dict(scalars=0, histograms=0, tensors=1))
     log.Reload()
+    return log
+
+
+def read_run(run) -> pd.DataFrame:
+    log = read_log(run)
     episodes = log.Scalars("charts/episodic_return")
     steps, returns = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
     grid_steps, means = curve(steps, returns, run.total)
@@ -92,6 +99,20 @@ def update_table(path: Path, runs: list) -> pd.DataFrame:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path, index=False, compression=dict(method="gzip", mtime=0))
     return table
+
+
+def save_histograms(path: Path, run):
+    """The advantages of a run at six moments, as counts in bins of equal width."""
+    found = dict(run=f"{run.method}, {run.task}, seed {run.seed}, {run.total:,} steps", tags={})
+    log = read_log(run)
+    for tag in ("vsop/advantages", "vsop/relu_advantages"):
+        events = log.Histograms(tag)
+        found["tags"][tag] = []
+        for k in np.linspace(0, len(events) - 1, 6).astype(int):
+            edges, counts = np.array(events[k].histogram_value.bucket_limit), events[k].histogram_value.bucket
+            total, _ = np.histogram(np.clip(edges, -4, 4), bins=80, range=(-4, 4), weights=counts)
+            found["tags"][tag].append(dict(step=events[k].step, counts=total.astype(int).tolist()))
+    path.write_text(json.dumps(found) + "\n")
 
 
 def scores(table: pd.DataFrame) -> pd.DataFrame:
@@ -143,12 +164,32 @@ def plot_curves(table, methods, tasks, path):
                 axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
         axis.set_title(task)
         axis.set_xlabel("million steps")
-    axes[0, 0].set_ylabel("mean return, last 100 episodes")
+    axes[0, 0].set_ylabel("return, last 100 episodes")
     handles = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def plot_histograms(path_in, path):
+    """The paper's figure of what the ReLU leaves of the advantages."""
+    data = json.loads(path_in.read_text())
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    edges = np.linspace(-4, 4, 81)
+    for axis, (tag, rows) in zip(axes, data["tags"].items()):
+        for row, color in zip(rows, plt.cm.viridis(np.linspace(0, 0.9, len(rows)))):
+            counts = np.array(row["counts"])
+            axis.stairs(
+                counts / counts.sum(), edges, color=color, label=f"{row['step'] / 1e6:.2f} M steps", linewidth=1.5
+            )
+        axis.set_yscale("log")
+        axis.set_xlabel({"vsop/advantages": "h", "vsop/relu_advantages": "h+ = max(0, h)"}[tag])
+    axes[0].set_ylabel("share of steps")
+    axes[1].legend()
+    figure.suptitle(f"Advantages of {data['run']}")
     figure.savefig(path)
     plt.close(figure)
 
@@ -371,9 +412,17 @@ def main(args: Args):
     table = update_table(folder / "curves.csv.gz", runs)
     if not len(table):
         fail(f"there are no finished runs of {experiment.name} in {args.folder}, and no table in {folder}")
+    shown = [
+        run for run in runs if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method and finished(run)
+    ]
+    if shown:
+        save_histograms(folder / "histograms.json", shown[-1])
     page = [f"# {experiment.name}", f"Made by `python benchmark/report.py {args.experiment}` from `curves.csv.gz`."]
     for total in sorted(table["total"].unique(), reverse=True):
         page += section(table[table["total"] == total], int(total), experiment, folder)
+    if (folder / "histograms.json").exists():
+        plot_histograms(folder / "histograms.json", folder / "histograms.png")
+        page += ["## Advantages, before and after the ReLU", "![histograms of advantages](histograms.png)"]
     if (folder / "notes.md").exists():
         page.append((folder / "notes.md").read_text().strip())
     (folder / "README.md").write_text("\n\n".join(page) + "\n")

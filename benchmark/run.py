@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -203,11 +204,17 @@ def main(args: Args):
     if not todo:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if args.address and args.address != "auto":  # Ray itself would try for minutes
+        host, _, port = args.address.rpartition(":")
+        try:
+            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5.0).close()
+        except (OSError, ValueError) as error:
+            fail(f"there is no Ray cluster at {args.address}: {error}")
     try:
         resources = {} if args.address else dict(num_cpus=args.jobs or os.cpu_count(), include_dashboard=False)
         ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **resources)
-    except ConnectionError as error:
-        fail(f"no Ray cluster at {args.address}: {str(error).partition(chr(10))[0]}")
+    except (ConnectionError, RuntimeError) as error:
+        fail(f"cannot use the Ray cluster at {args.address}: {str(error).partition(chr(10))[0]}")
     remote = ray.remote(num_cpus=1, num_gpus=args.gpus_per_run, max_retries=ATTEMPTS)(execute)
     waiting = {remote.remote(run.command, run.folder, args.gpus_per_run > 0): run for run in todo}
     display, failures = Display(runs), []

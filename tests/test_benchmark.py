@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -118,11 +119,14 @@ def test_ctrl_c_leaves_checkpoints(experiment, tmp_path):
     (("nothing",), "there is no experiment 'nothing'; there are baselines"),
     (("baselines", "--tasks", "Hoper-v4"), "the experiment has no task 'Hoper-v4'; it has Ant-v4"),
     (("baselines", "--methods", "SAC"), "the experiment has no method 'SAC'; it has VSOP"),
+    (("baselines", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: "),
     (("baselines", "--seeds", "0"), "--seeds must be at least 1, got 0"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(options, expected, tmp_path):
     done = subprocess.run(command(*options), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {expected}") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {expected}") and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
 
 
 def test_a_run_that_cannot_work_is_reported(experiment, tmp_path):
@@ -135,19 +139,33 @@ def test_a_run_that_cannot_work_is_reported(experiment, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes(experiment, tmp_path):
+def test_two_nodes(experiment):
     """A cluster of two Ray nodes on the loopback, which share this machine's files."""
-    ray = Path(sys.executable).parent / "ray"
-    flags = ("--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats")
-    try:
-        subprocess.run([ray, "start", "--head", "--port=6399", "--node-ip-address=127.0.0.1", *flags], check=True)
-        worker = ("--address=127.0.0.1:6399", "--node-ip-address=127.0.0.2", "--num-cpus=1", "--disable-usage-stats")
-        subprocess.run([ray, "start", *worker], check=True)
-        options = ("--seeds", 3, "--total-timesteps", 640, "--address", "127.0.0.1:6399")
-        out, errors = start(experiment, *options).communicate(timeout=300)
-        assert "6 of 6 runs finished" in out, errors
-    finally:
-        subprocess.run([ray, "stop", "--force"], check=True)
+    env = os.environ | dict(RAY_AUTH_MODE="disabled")
+    ray = (Path(sys.executable).parent / "ray", "start", "--num-cpus=1", "--disable-usage-stats", "--block")
+    address = "127.0.0.1:6399"
+    with tempfile.TemporaryDirectory() as folder:  # sockets need a short path
+        head = (
+            "--head",
+            "--port=6399",
+            "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false",
+            f"--temp-dir={folder}",
+        )
+        nodes = [subprocess.Popen([*ray, *head], env=env, stdout=subprocess.DEVNULL)]
+        try:
+            time.sleep(15)
+            nodes.append(subprocess.Popen([*ray, f"--address={address}"], env=env, stdout=subprocess.DEVNULL))
+            time.sleep(15)
+            options = ("--seeds", "3", "--total-timesteps", "6400", "--address", address, "--folder", "grid")
+            line = command(experiment, *options)
+            done = subprocess.run(line, cwd=experiment.parent, env=env, capture_output=True, text=True, timeout=300)
+            assert "6 of 6 runs finished" in done.stdout, done.stderr
+            assert all(node.poll() is None for node in nodes)
+        finally:
+            for node in nodes:
+                node.terminate()
+                node.wait()
 
 
 def test_curve_is_the_mean_of_the_last_hundred_episodes():
