@@ -380,15 +380,15 @@ def section(table, total, experiment, folder):
     methods = [method for method in experiment.methods if (rows["method"] == method).any()]
     tasks = [task for task in experiment.tasks if (rows["task"] == task).any()]
     seeds = rows.groupby(["method", "task"]).size()
-    many = f"{seeds.min()} to {seeds.max()}" if seeds.min() < seeds.max() else f"{seeds.max()}"
-    text = f"""{len(rows)} runs, {rows["minutes"].sum() / 60:.1f} hours of one core together. A return is the mean of
+    many = f"{seeds.min()} to {seeds.max()} seeds" if seeds.min() < seeds.max() else f"seeds per task: {seeds.max()}"
+    text = f"""{len(rows)} runs, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A return is the mean of
 the last 100 episodes; intervals are 95 % percentile bootstrap over seeds. Published values are the authors' after
 3,000,000 steps with ten seeds, PPO's and those at 1,000,000 steps read from their plots."""
     if total != 3_000_000:
         text += f""" The runs here anneal their learning rate over {total:,} steps, the published ones over
 3,000,000, also where their curve at 1,000,000 is quoted: the two are not the same thing."""
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
-    page = [f"## {total:,} steps, {many} seeds", text, task_table(rows, methods, tasks, total)]
+    page = [f"## {total:,} steps, {many}", text, task_table(rows, methods, tasks, total)]
     page.append(f"![learning curves](curves_{total}.png)")
     reference = references(total)
     shared = [task for task in tasks if task in reference["ppo"].index and all(len(of(rows, m, task)) for m in methods)]
