@@ -585,7 +585,6 @@ def not_finite(rollout: Rollout, stats: list) -> str | None:
     return next(name for x in stats for name, value in x.items() if not value.isfinite())
 
 
-@np.errstate(invalid="ignore")
 def evaluate(agent: Agent, envs: Envs, args: Args) -> list:
     """Returns of episodes of the posterior mean without noise, with the observation statistics as they are."""
     layers, returns, stats = arrays(agent.actor), [], envs.obs_stats
@@ -754,11 +753,14 @@ def run_folder(args: Args):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             fail(f"another process is training in {run_dir}")
+        hook = threading.excepthook
         threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
         try:
             yield run_dir
         except OSError as error:
             stop(run_dir, f"the run cannot go on: {error.strerror or error}")
+        finally:
+            threading.excepthook = hook
 
 
 @contextmanager

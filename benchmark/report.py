@@ -45,8 +45,6 @@ class Args:
     """name of a file in benchmark/experiments/, or path of one of your own"""
     folder: Path = Path("benchmark/runs")
     """where benchmark/run.py put the runs"""
-    max_seeds: int = 100
-    """highest seed to look for"""
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -404,10 +402,13 @@ the last 100 episodes; intervals are 95 % percentile bootstrap over seeds. Publi
 def main(args: Args):
     experiment = load_experiment(args.experiment)
     folder = RESULTS / experiment.name
-    totals = sorted({int(path.name.rsplit("__", 1)[1]) for path in args.folder.glob("*__*__*__*") if path.is_dir()})
+    lengths = {}  # of the runs that are there, with the highest seed of each
+    for path in args.folder.glob("*__*__*__*"):
+        *_, seed, total = path.name.split("__")
+        lengths[int(total)] = max(lengths.get(int(total), 1), int(seed))
     runs = []
-    for total in totals:
-        settings = GridArgs(args.experiment, seeds=args.max_seeds, total_timesteps=total, folder=args.folder)
+    for total, seeds in sorted(lengths.items()):
+        settings = GridArgs(args.experiment, seeds=seeds, total_timesteps=total, folder=args.folder)
         runs += [run for run in grid(settings) if run.folder.is_dir()]
     table = update_table(folder / "curves.csv.gz", runs)
     if not len(table):

@@ -57,8 +57,8 @@ class Args:
     """share of a GPU that a run takes, for example 0.25; without one the runs are on CPU"""
 
     def __post_init__(self):
-        for name, least in (("seeds", 1), ("total_timesteps", 1), ("gpus_per_run", 0)):
-            if getattr(self, name) < least:
+        for name, least in (("seeds", 1), ("total_timesteps", 1), ("jobs", 1), ("gpus_per_run", 0)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 fail(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
 
 
@@ -106,7 +106,7 @@ def grid(args: Args) -> list:
                 line = experiment.methods[method]
                 script, *flags = shlex.split(line)
                 own = ["--env-id", task, "--seed", str(seed), "--total-timesteps", str(args.total_timesteps)]
-                name = re.sub(r"[^\w.=-]+", "_", line.replace(".py", "").replace(" --", "__")).replace(" ", "=")
+                name = re.sub(r"[^\w.=-]+", "_", line.replace(".py", "").replace(" --", "__"))
                 folder = args.folder.resolve() / f"{task.replace('/', '-')}__{name}__{seed}__{args.total_timesteps}"
                 command = [str(ROOT / script), *flags, *own]
                 if not Path(command[0]).is_file():
@@ -124,7 +124,7 @@ def execute(command: list, folder: Path, gpu: bool) -> str:
     folder.mkdir(parents=True, exist_ok=True)
 
     def end_with_parent():
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a lost scheduler leaves a checkpoint, no orphan
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a lost scheduler leaves no orphan
 
     for _ in range(ATTEMPTS):
         checkpoints = sorted(folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
@@ -203,7 +203,6 @@ def main(args: Args):
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before, in {args.folder}", flush=True)
     if not todo:
         return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if args.address and args.address != "auto":  # Ray itself would try for minutes
         host, _, port = args.address.rpartition(":")
         try:

@@ -54,7 +54,7 @@ def experiment(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(
         'tasks = ["Pendulum-v1"]\n[methods]\n'
-        f'"VSOP" = "vsop_continuous.py {TINY}"\n"PPO" = "ppo_continuous.py {TINY} --capture-video --no-capture-video"\n'
+        f'"VSOP" = "vsop_continuous.py {TINY}"\n"PPO" = "ppo_continuous.py {TINY}"\n'
     )
     return path
 
@@ -120,6 +120,7 @@ def test_ctrl_c_leaves_checkpoints(experiment, tmp_path):
     (("baselines", "--tasks", "Hoper-v4"), "the experiment has no task 'Hoper-v4'; it has Ant-v4"),
     (("baselines", "--methods", "SAC"), "the experiment has no method 'SAC'; it has VSOP"),
     (("baselines", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: "),
+    (("baselines", "--jobs", "0"), "--jobs must be at least 1, got 0"),
     (("baselines", "--seeds", "0"), "--seeds must be at least 1, got 0"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(options, expected, tmp_path):

@@ -72,10 +72,9 @@ def test_thompson_draws_weights_and_noise(trained):
     )  # the others have no dropout
 
 
+@pytest.mark.parametrize("trained", ["vsop_continuous"], indirect=True)
 def test_films_without_a_display(trained, tmp_path):
-    name, folder = trained
-    if name != "vsop_continuous":
-        pytest.skip("one script is enough")
+    _, folder = trained
     done = play(folder / "policy.pt", "--episodes", 1, "--video", tmp_path / "out.mp4", DISPLAY="")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.mp4").stat().st_size > 5000
@@ -86,10 +85,9 @@ class Payload:
         return os.mkdir, ("payload-was-here",)
 
 
+@pytest.mark.parametrize("trained", ["vsop_continuous"], indirect=True)
 def test_bad_input_is_one_line(trained, tmp_path, monkeypatch):
-    name, folder = trained
-    if name != "vsop_continuous":
-        pytest.skip("one script is enough")
+    _, folder = trained
     monkeypatch.chdir(tmp_path)
     torch.save(dict(script=Payload()), tmp_path / "payload.pt")
     (tmp_path / "text.pt").write_text("hello")

@@ -73,7 +73,7 @@ def requirements(text):
     return {line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("#", "-r"))}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "enjoy"])
 def test_inline_metadata_agrees_with_requirements(name):
     source = (ROOT / f"{name}.py").read_text()
     (block,) = re.findall(
