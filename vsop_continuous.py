@@ -151,7 +151,7 @@ class Args:
         check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
         check(lambda x: x >= 1, "num_advantage_samples", "at least 1")
         check(lambda x: x >= 1, "checkpoint_every", "at least 1")
-        check(lambda x: x >= 0, "eval_episodes", "at least 0")
+        check(lambda x: x >= 0, "seed eval_episodes", "at least 0")
         check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm", "positive")
         check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
         check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")

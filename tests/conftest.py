@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SCRIPTS = ("vsop_continuous", "a3c_continuous", "ppo_continuous", "vsppo_continuous", "rmpg_continuous")
+GAME_SCRIPTS = ("vsop_procgen", "ppo_procgen")
 BAYESIAN = ("vsop_continuous", "vsppo_continuous", "rmpg_continuous")  # with masks and spectral norm
 
 

@@ -12,7 +12,7 @@ import termios
 import numpy as np
 import pytest
 import torch
-from conftest import BAYESIAN, ROOT, SCRIPTS, load, run, run_dir, scalars
+from conftest import BAYESIAN, GAME_SCRIPTS, ROOT, SCRIPTS, load, run, run_dir, scalars
 
 TINY = "--total-timesteps 256 --num-steps 64 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
 
@@ -65,7 +65,7 @@ def test_same_seed_same_bits(tmp_path):
     assert returns != other
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *GAME_SCRIPTS])
 def test_help_lists_every_flag_with_its_meaning(name, tmp_path):
     done = run(name, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -83,6 +83,7 @@ BAD = {
     "--learning-rate -0.001": "--learning-rate must be positive, got -0.001",
     "--learning-rate nan": "--learning-rate must be positive",
     "--total-timesteps 0": "--total-timesteps 0 is less than one rollout of 2048 steps",
+    "--seed -1": "--seed must be at least 0, got -1",
     "--num-steps 0": "--num-steps must be at least 1, got 0",
     "--num-envs 0": "--num-envs must be at least 1, got 0",
     "--gamma 1.5": "--gamma must be in [0, 1], got 1.5",

@@ -44,7 +44,7 @@ def test_prints_every_return_and_their_mean(trained):
 def test_acts_as_the_script_does(trained):
     """The same action for the same raw observation, from the file alone and from the script's own network."""
     name, folder = trained
-    script, policy = load(name), enjoy.Policy(folder)
+    script, policy = load(name), enjoy.load_policy(folder)
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     args = script.Args(**state["args"])
     envs = script.Envs(args, folder)
@@ -55,18 +55,18 @@ def test_acts_as_the_script_does(trained):
         obs = ((raw - envs.obs_stats.mean) / envs.obs_stats.std).clip(-10, 10)
         with torch.no_grad():
             expected = agent.actor(torch.tensor(obs[None], dtype=torch.float32))[0].clamp(-1, 1)
-        np.testing.assert_allclose(policy.act(raw), expected, atol=1e-5)
+        np.testing.assert_allclose(policy.act(raw, None, False), expected, atol=1e-5)
 
 
 def test_thompson_draws_weights_and_noise(trained):
     name, folder = trained
-    policy, obs = enjoy.Policy(folder), np.ones(11)
-    assert np.array_equal(policy.act(obs), policy.act(obs))
+    policy, obs = enjoy.load_policy(folder), np.ones(11)
+    assert np.array_equal(policy.act(obs, None, False), policy.act(obs, None, False))
     policy.low, policy.high, rng = -np.inf, np.inf, np.random.default_rng(0)
-    draws = np.array([policy.act(obs, rng) for _ in range(4000)])
+    draws = np.array([policy.act(obs, rng, True) for _ in range(4000)])
     np.testing.assert_allclose(draws.std(0), policy.noise_scale, rtol=0.1)
     policy.noise_scale = 0.0
-    draws = np.array([policy.act(obs, rng) for _ in range(100)])
+    draws = np.array([policy.act(obs, rng, True) for _ in range(100)])
     assert (np.ptp(draws, axis=0).max() > 0) == (
         name in ("vsop_continuous", "vsppo_continuous")
     )  # the others have no dropout
@@ -100,6 +100,7 @@ def test_bad_input_is_one_line(trained, tmp_path, monkeypatch):
         ("nowhere",): "there is no policy file nowhere",
         ("unknown.pt",): "unknown task 'Hoper-v4'; the nearest names are",
         ("other.pt",): "Ant-v4 has 27 observations here, the policy 11",
+        (folder, "--seed", -1): "--seed must be at least 0, got -1",
         (folder, "--episodes", 0): "--episodes must be at least 1, got 0",
         (folder, "--video", "no/where.mp4"): "there is no folder no for the video",
         (folder, "--render"): "--render needs a display; --video films without one",

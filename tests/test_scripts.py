@@ -8,26 +8,42 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import GAME_SCRIPTS, ROOT, SCRIPTS
 
-VSOP, A3C, PPO, VSPPO, RMPG = SCRIPTS
+ALL = (*SCRIPTS, *GAME_SCRIPTS)
+VSOP, A3C, PPO, VSPPO, RMPG, GAME_VSOP, GAME_PPO = ALL
 MASKS = "dropout, spectral norm and Thompson sampling are VSOP's, VSPPO's and RMPG's"
-OWN = [{script} for script in SCRIPTS]
-BAYESIAN_OR_PLAIN = [{VSOP, VSPPO, RMPG}, {A3C, PPO}]
+FRAMES = "frames of a game, levels to test on, and one network for actor and critic"
+OWN = [{script} for script in ALL]
+BAYESIAN, PLAIN, GAMES = {VSOP, VSPPO, RMPG}, {A3C, PPO}, {GAME_VSOP, GAME_PPO}
+BY_MASKS = [BAYESIAN, PLAIN, {GAME_VSOP}, {GAME_PPO}]
+BY_MASKS_BUT_PLAIN = [BAYESIAN, PLAIN | {GAME_PPO}, {GAME_VSOP}]
+BY_TASK = [set(SCRIPTS), GAMES]
 # Which scripts may have a version of their own of what has the same name in others, and why.
 DIFFERENT = {
     "Args": (OWN, "flags and defaults are the algorithm's"),
     "loss_function": (OWN, "the objective is the algorithm"),
-    "MLP": (BAYESIAN_OR_PLAIN, MASKS),
-    "forward": (BAYESIAN_OR_PLAIN, MASKS),
-    "collect": (BAYESIAN_OR_PLAIN, MASKS),
-    "gradients": (BAYESIAN_OR_PLAIN, MASKS),
-    "update": (BAYESIAN_OR_PLAIN, MASKS),
-    "mechanisms": (BAYESIAN_OR_PLAIN, MASKS),
-    "Agent": ([{VSOP, VSPPO}, {A3C, PPO}, {RMPG}], MASKS + "; RMPG's critic is q(s, a)"),
+    "MLP": ([BAYESIAN, PLAIN], MASKS),
+    "forward": ([BAYESIAN, PLAIN], MASKS),
+    "infer": ([{GAME_VSOP}, {GAME_PPO}], MASKS),
+    "collect": (BY_MASKS, MASKS + "; " + FRAMES),
+    "gradients": (BY_MASKS, MASKS + "; " + FRAMES),
+    "update": (BY_MASKS_BUT_PLAIN, MASKS),
+    "gradient_step": (BY_MASKS_BUT_PLAIN, MASKS),
+    "mechanisms": (BY_MASKS_BUT_PLAIN, MASKS),
+    "Agent": ([{VSOP, VSPPO}, PLAIN, {RMPG}, {GAME_VSOP}, {GAME_PPO}], MASKS + "; RMPG's critic is q(s, a)"),
     "estimate": (OWN, MASKS + "; PPO's clipping needs the old values, RMPG the values of all actions"),
-    "gradient_step": (BAYESIAN_OR_PLAIN, MASKS),
-    "Optimizer": ([{VSOP, VSPPO, RMPG}, {A3C}, {PPO}], "AdamW, RMSProp and Adam, as in the paper's table"),
+    "Optimizer": ([BAYESIAN | {GAME_VSOP}, {A3C}, {PPO, GAME_PPO}], "AdamW, RMSProp and Adam, as in the paper's table"),
+    "log": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
+    "save_policy": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
+    "Envs": (BY_TASK, FRAMES),
+    "Rollout": (BY_TASK, FRAMES),
+    "minibatches": (BY_TASK, "frames are not copied"),
+    "not_finite": (BY_TASK, "a frame is always finite"),
+    "save_checkpoint": (BY_TASK, FRAMES),
+    "Progress": (BY_TASK, FRAMES),
+    "parse_args": (BY_TASK, "flags that may change on resuming"),
+    "train": (BY_TASK, FRAMES),
 }
 
 
@@ -42,38 +58,38 @@ def blocks(name):
     }
 
 
-@pytest.mark.parametrize("one, other", list(itertools.combinations(SCRIPTS, 2)))
+@pytest.mark.parametrize("one, other", list(itertools.combinations(ALL, 2)))
 def test_shared_blocks_are_identical_and_in_the_same_order(one, other):
     ours, theirs = blocks(one), blocks(other)
     shared = [name for name in ours if name in theirs]
     assert shared == [name for name in theirs if name in ours]
     assert len(shared) > 15
     for name in shared:
-        groups, _ = DIFFERENT.get(name, ([set(SCRIPTS)], ""))
+        groups, _ = DIFFERENT.get(name, ([set(ALL)], ""))
         if any({one, other} <= group for group in groups):
             assert ours[name] == theirs[name], f"{name} differs between {one} and {other}"
 
 
 def test_exceptions_are_real():
-    everything = {name: blocks(name) for name in SCRIPTS}
+    everything = {name: blocks(name) for name in ALL}
     for name, (groups, _) in DIFFERENT.items():
         sources = [{everything[script][name] for script in group} for group in groups]
         assert all(len(versions) == 1 for versions in sources)
         assert len(set.union(*sources)) == len(groups), f"{name} is not different where it is listed to be"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
 def test_no_script_imports_another(name):
     for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text())):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
-        assert not any(module in SCRIPTS for module in modules)
+        assert not any(module in ALL for module in modules)
 
 
 def requirements(text):
     return {line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("#", "-r"))}
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "enjoy"])
+@pytest.mark.parametrize("name", [*ALL, "enjoy"])
 def test_inline_metadata_agrees_with_requirements(name):
     source = (ROOT / f"{name}.py").read_text()
     (block,) = re.findall(
@@ -81,10 +97,12 @@ def test_inline_metadata_agrees_with_requirements(name):
     )  # the regular expression of PEP 723
     metadata = tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True)))
     assert metadata["requires-python"] == ">=3.11"
-    assert set(metadata["dependencies"]) == requirements((ROOT / "requirements.txt").read_text())
+    files = ["requirements.txt", "requirements-procgen.txt"] if name in GAME_SCRIPTS else ["requirements.txt"]
+    expected = set.union(*(requirements((ROOT / file).read_text()) for file in files))
+    assert set(metadata["dependencies"]) == expected
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-procgen.txt", "requirements-dev.txt"])
 def test_requirements_are_pinned(file):
     assert all(re.fullmatch(r"[\w\-\[\]]+==[\w.]+", line) for line in requirements((ROOT / file).read_text()))
 
@@ -96,7 +114,7 @@ def test_readme_quotes_the_diffs(one, other):
     assert f"```diff\n{diff}```" in (ROOT / "README.md").read_text(), f"the README does not quote {' '.join(command)}"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
 def test_readme_explains_every_flag(name):
     """A flag that the README does not name is a flag nobody finds."""
     readme = (ROOT / "README.md").read_text()
@@ -108,6 +126,10 @@ def test_readme_explains_every_flag(name):
     for field in fields:
         flag = field.target.id.replace("_", "-")
         assert re.search(rf"--(no-)?{flag}\b", readme), f"--{flag}"
+
+
+def test_enjoy_makes_games_as_the_scripts_do():
+    assert blocks("enjoy")["make_envs"] == blocks(GAME_VSOP)["make_envs"]
 
 
 def test_code_is_clean():
