@@ -2,9 +2,9 @@
 
     python sweeps/compare.py hopper --seeds 101 102 103 104 105 106 107 108 109 110 --jobs 2
 
-trains both with every seed, the way the trials did, and writes sweeps/results/<study name>/: README.md, the page with the
-answer, the table of trials and the plots of the search. What notes.md says there is taken into the page. Runs that are
-finished are not run again.
+trains both with every seed, as the trials did, and writes to sweeps/results/<study name>/: README.md, the page with
+the answer, the table of trials and the plots of the search. What notes.md says there is taken into the page. Runs that
+are finished are not run again.
 """
 
 import csv
@@ -104,8 +104,8 @@ def page(study, args: Args, own, returns: dict, results: Path) -> str:
         + f". The best, trial {best.number}, had an objective of {number(best.value)} there:",
         f"```bash\n{command_line(study, best)}\n```",
         "## On seeds that were not used for tuning",
-        f"Mean of {len(args.seeds)} seeds ({', '.join(map(str, args.seeds))}) with 95 % bootstrap intervals; the difference "
-        f"is taken seed by seed. **{verdict}**",
+        f"Mean of {len(args.seeds)} seeds ({', '.join(map(str, args.seeds))}) with 95 % bootstrap intervals; the "
+        f"difference is taken seed by seed. **{verdict}**",
         markdown(["", "defaults", tuned, "difference"], lines),
         "## The search",
         "![Objective by trial](history.png)",
@@ -131,7 +131,11 @@ def main():
     own = settings["defaults"][0]
     if used := set(own.seeds) & set(args.seeds):
         fail(f"seed {min(used)} was used for tuning")
-    returns = run_all(args, settings, folder / "compare")
+    try:
+        returns = run_all(args, settings, folder / "compare")
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)
     results = args.results / args.study_name
     write_results(study, results)
     with open(results / "comparison.csv", "w", newline="") as file:
