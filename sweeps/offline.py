@@ -130,7 +130,7 @@ def distribution(name: str, spec: dict):
         if kind == "int_uniform":
             return IntDistribution(low, high)
         if kind == "q_uniform":
-            q = spec.get("q", 1)
+            q = spec.get("q", 1.0)
             ends = on_grid(low, q), on_grid(high, q)
             return IntDistribution(*map(int, ends), step=q) if isinstance(q, int) else FloatDistribution(*ends, step=q)
         if kind == "log_uniform":  # whose ends are given as exponents
@@ -363,8 +363,8 @@ class Workers:
         if trial.state == TrialState.FAIL:
             first = not study.get_trials(deepcopy=False, states=DONE)
             if first or self.failures >= FAILURES:
-                count = "the first trial" if first else f"{FAILURES} trials in a row"
-                self.give_up(f"{count} failed, the last with: {trial.user_attrs['error']}")
+                what = "the first trial failed" if first else f"{FAILURES} trials in a row failed, the last"
+                self.give_up(f"{what} with: {trial.user_attrs['error']}")
 
     def outcome(self, study, trial) -> str:
         done = study.get_trials(deepcopy=False, states=DONE)

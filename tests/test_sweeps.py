@@ -67,7 +67,7 @@ def test_parameters_are_arguments_with_legal_values_at_both_ends(name):
     for parameter, spec in content(name)["parameters"].items():
         found = offline.distribution(parameter, spec)
         wandbs = HyperParameter(parameter, spec)
-        ends = found.choices if "values" in spec else (found.low, found.high, wandbs.ppf(0.0), wandbs.ppf(1.0))
+        ends = found.choices if "values" in spec else (found.low, found.high, wandbs.ppf(1e-9), wandbs.ppf(1.0))
         for value in ends:
             args = tyro.cli(script.Args, args=[f"--{parameter}={value}"])
             assert getattr(args, parameter.replace("-", "_")) == pytest.approx(value)
@@ -134,7 +134,8 @@ def test_the_command_runs_as_wandbs_agent_runs_it(name, tmp_path):
     dict(distribution="categorical", values=["a", True, 0.5]),
 ])  # fmt: skip
 def test_discrete_values_are_wandbs(spec):
-    wandbs = {HyperParameter("x", spec).ppf(float(u)) for u in np.linspace(0, 1, 20001)}
+    parameter = HyperParameter("x", spec)
+    wandbs = {parameter.ppf(u) for u in np.linspace(1e-9, 1, 5001).tolist()}
     sweep = offline.Sweep("random", "maximize", [], dict(x=offline.distribution("x", spec)))
     values = offline.grid(sweep)["x"]
     if "values" in spec:
@@ -363,15 +364,15 @@ def test_a_signal_stops_the_trials(sweep, tmp_path, number):
 
 def share(sweep, storage):
     """Two processes on one study: together they run the trials, and no more."""
-    options = ("--trials", 5, "--storage", storage, "--", "--total-timesteps", "5")
+    options = ("--trials", 4, "--storage", storage, "--", "--total-timesteps", "5")
     both = [start(sweep, *options) for _ in range(2)]
     outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     study = optuna.load_study(study_name="fake", storage=storage)
-    assert states(study).count("COMPLETE") == 5 and "RUNNING" not in states(study)
+    assert states(study).count("COMPLETE") == 4 and "RUNNING" not in states(study)
     for out, _ in outputs:
         assert "objective" in out.splitlines()[0] and "the best is trial" in out
-    assert sum("/5 trial" in line for out, _ in outputs for line in out.splitlines()) == 5
+    assert sum("/4 trial" in line for out, _ in outputs for line in out.splitlines()) == 4
 
 
 def test_two_processes_share_a_study(sweep, tmp_path):
@@ -410,19 +411,18 @@ def test_two_processes_share_a_study_in_postgresql(sweep, postgres):
     share(sweep, postgres)
 
 
-def test_a_sweep_whose_first_trial_fails_stops(sweep, tmp_path):
+def test_a_sweep_that_fails_stops(sweep, tmp_path):
+    """At its first trial, and after three in a row."""
     (tmp_path / "broken").touch()
     out, errors = finish(sweep, code=1)
-    assert errors.startswith("error: the first trial failed, the last with: T, seed 1: error: it is broken (")
+    assert errors.startswith("error: the first trial failed with: T, seed 1: error: it is broken (")
     assert errors.count("\n") == 1 and states(study_of(sweep)) == ["FAIL"]
-
-
-def test_a_sweep_stops_after_three_failures(sweep, tmp_path):
+    (tmp_path / "broken").unlink()
     finish(sweep, "--trials", 1)
     (tmp_path / "broken").touch()
     out, errors = finish(sweep, "--trials", 9, code=1)
-    assert errors.startswith("error: 3 trials in a row failed") and errors.count("\n") == 1
-    assert out.count("it is broken") == 3 and states(study_of(sweep)) == ["COMPLETE", *["FAIL"] * 3]
+    assert errors.startswith("error: 3 trials in a row failed, the last with: ") and errors.count("\n") == 1
+    assert out.count("it is broken") == 3 and states(study_of(sweep)) == ["FAIL", "COMPLETE", *["FAIL"] * 3]
 
 
 @pytest.mark.parametrize("prune", [True, False])
@@ -443,11 +443,11 @@ def test_a_trial_that_is_clearly_worse_is_stopped_if_asked(sweep, tmp_path, prun
     assert (tmp_path / "sweep" / "trial-10" / "T__2" / "finished").exists() != prune
 
 
-def test_a_grid_is_gone_through_once(sweep, tmp_path):
+def test_a_grid_is_gone_through_once(sweep):
     file = yaml.safe_load(sweep.read_text())
     file |= dict(method="grid", parameters={"learning-rate": dict(values=[0.0002, 0.0007, 0.0005])})
     sweep.write_text(yaml.safe_dump(file))
-    out, _ = finish(sweep, "--trials", 50)
+    finish(sweep, "--trials", 50)
     study = study_of(sweep)
     assert sorted(trial.params["learning-rate"] for trial in study.trials) == [0.0002, 0.0005, 0.0007]
     assert study.best_value == pytest.approx(0.701)
@@ -534,9 +534,10 @@ def test_bad_input_is_one_line(sweep, tmp_path, monkeypatch, capsys):
     assert "--seed: a sweep has" in refused(monkeypatch, capsys, sweep, *folder, "--", "--seed", "3")
 
 
-def test_a_study_is_of_one_sweep(sweep, monkeypatch, capsys):
-    finish(sweep, "--trials", 1)
+def test_a_study_is_of_one_sweep(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    offline.open_study(f"sqlite:///{tmp_path / 'sweep' / 'study.db'}", "fake", offline.load_sweep(sweep, []))
     folder = ("--folder", sweep.parent / "sweep")
     error = refused(monkeypatch, capsys, sweep, *folder, "--trials", 2, "--", "--total-timesteps", "1")
     assert "is of another sweep or other arguments: give another --study-name" in error
-    assert states(study_of(sweep)) == ["COMPLETE"]
+    assert states(study_of(sweep)) == []
