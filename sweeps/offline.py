@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -310,6 +311,7 @@ class Workers:
     def __init__(self, args: Args, sweep: Sweep, storage):
         self.args, self.sweep, self.storage = args, sweep, storage
         self.stop, self.lock = threading.Event(), threading.Lock()
+        self.turn = threading.Lock()  # to begin a trial: each counts those that run, and the sampler learns from them
         self.failures, self.reason = 0, None
 
     def work(self):
@@ -320,15 +322,17 @@ class Workers:
                 study_name=self.args.study_name, storage=self.storage, sampler=make_sampler(self.sweep), pruner=pruner
             )
             while not self.stop.is_set():
-                optuna.storages.fail_stale_trials(study)
-                states = [trial.state for trial in study.get_trials(deepcopy=False)]
-                done = sum(states.count(state) for state in DONE)
-                if done >= self.args.trials:
-                    return
-                if done + states.count(TrialState.RUNNING) >= self.args.trials:  # one of which may yet fail
-                    self.stop.wait(0.5)
-                    continue
-                self.run_one(study)
+                with ExitStack() as turn:
+                    turn.enter_context(self.turn)
+                    optuna.storages.fail_stale_trials(study)
+                    states = [trial.state for trial in study.get_trials(deepcopy=False)]
+                    done = sum(states.count(state) for state in DONE)
+                    if done >= self.args.trials:
+                        return
+                    if done + states.count(TrialState.RUNNING) < self.args.trials:
+                        self.run_one(study, turn)
+                        continue
+                self.stop.wait(0.5)  # one of those that run may yet fail
         except STORAGE_ERRORS as error:
             self.give_up(f"the storage failed: {one_line(error)}")
         except Exception as error:  # a thread would die without a word, and the others go on
@@ -339,12 +343,12 @@ class Workers:
             self.reason = self.reason or reason
         self.stop.set()
 
-    def run_one(self, study):
+    def run_one(self, study, turn: ExitStack):
         found = []
 
         def objective(trial):
             found.append(trial)
-            return self.run_trial(study, trial)
+            return self.run_trial(study, trial, turn)
 
         try:
             study.optimize(objective, n_trials=1, catch=(RunFailed, Interrupted))
@@ -355,7 +359,8 @@ class Workers:
             return
         trial = study.get_trials(deepcopy=False)[found[0].number]
         if trial.state == TrialState.FAIL and "error" not in trial.user_attrs:
-            RetryHeartbeatStaleTrialCallback()(study, trial)
+            if "values" in trial.user_attrs:
+                RetryHeartbeatStaleTrialCallback()(study, trial)
             return
         with self.lock:
             self.failures = self.failures + 1 if trial.state == TrialState.FAIL else 0
@@ -376,12 +381,13 @@ class Workers:
             line += f", best {study.best_value:.4f} in trial {study.best_trial.number}"
         return line
 
-    def run_trial(self, study, trial) -> float:
+    def run_trial(self, study, trial, turn: ExitStack) -> float:
         others = study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
         if sum(x.state in DONE or x.number < trial.number for x in others) >= self.args.trials:
             raise Interrupted  # another process began one in the same moment
         values = suggest(trial, self.sweep)
         trial.set_user_attr("values", values)
+        turn.close()
         # One that is run again is given its old folder, and so the runs that were finished in it.
         history = RetryHeartbeatStaleTrialCallback.retry_history(study.get_trials(deepcopy=False)[trial.number])
         folder = self.args.folder / f"trial-{[*history, trial.number][0]}"
