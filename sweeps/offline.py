@@ -480,6 +480,8 @@ def main():
     if sweep.method == "grid":
         args.trials = min(args.trials, math.prod(map(len, grid(sweep).values())))
     study = open_study(args.storage, args.study_name, sweep)
+    if running := len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))):
+        print(f"{running} trials in other processes; those that are dead are run again, in a minute or so", flush=True)
     workers = Workers(args, sweep, study._storage)
     signals = []
 
