@@ -47,7 +47,7 @@ def run(args, flags: list, seed: int, folder: Path) -> dict:
     with open(folder / "log.txt", "a") as log:
         line = [sys.executable, str(ROOT / "sweeps" / "objective.py"), *own, *flags]
         if subprocess.run(line, stdout=log, stderr=subprocess.STDOUT).returncode:
-            fail(f"{folder.parent.name}, seed {seed}: {last_line(folder / 'log.txt').removeprefix('error: ')}")
+            fail(f"{folder.parent.name}, seed {seed}: {last_line(folder / 'log.txt')}")
     print(f"{folder.parent.name}, seed {seed}: {last_line(folder / 'log.txt')}", flush=True)
     returns = json.loads((folder / "objective.json").read_text())["returns"]
     return {task: values[0] for task, values in returns.items()}

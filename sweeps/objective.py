@@ -73,9 +73,10 @@ def normalized(task: str, value: float, known: dict) -> float:
 
 
 def last_line(path: Path) -> str:
-    """Of a log, the last that says something: tyro draws its messages in a box and ends them with a hint."""
-    lines = [line.strip("│╭╮╰╯─ \n") for line in path.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line and not line.startswith("For full helptext")), "no output")
+    """Of a log: what it has to say of a failure. tyro draws a box, and says it in the first line of that."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    boxes = [i for i, line in enumerate(lines[:-1]) if line.startswith("╭")]
+    return lines[boxes[-1] + 1 if boxes else -1].strip("│ ").removeprefix("error: ")
 
 
 def mean_return(folder: Path) -> float:
@@ -147,7 +148,10 @@ def main():
         if os.environ.get("WANDB_SWEEP_ID"):
             import wandb
 
-            tracked = wandb.init()
+            try:
+                tracked = wandb.init()
+            except wandb.errors.Error as error:
+                fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]}")
         result = evaluate(args, flags, folder)
         means = {task: sum(values) / len(values) for task, values in result["returns"].items()}
         if tracked:

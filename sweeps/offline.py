@@ -422,8 +422,7 @@ class Workers:
                 process.terminate()
                 process.wait()
         if code or result["objective"] is None:
-            error = last_line(folder / "log.txt").removeprefix("error: ")
-            trial.set_user_attr("error", f"{error} ({os.path.relpath(folder / 'log.txt')})")
+            trial.set_user_attr("error", f"{last_line(folder / 'log.txt')} ({os.path.relpath(folder / 'log.txt')})")
             raise RunFailed
         return result["objective"]
 

@@ -233,6 +233,18 @@ def test_bad_arguments_of_a_trial_are_one_line(options, expected, capsys):
     assert stop.value.code == 2 and error.startswith(f"error: {expected}") and error.count("\n") == 1
 
 
+def test_what_a_failed_run_says_is_found(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "$ x\n╭─ Unrecognized options ─╮\n│ Unrecognized options: --widht │\n│ ───── │\n│ For help │\n╰───╯\n"
+    )
+    assert objective.last_line(log) == "Unrecognized options: --widht"
+    log.write_text("step 1\nerror: unknown task 'Hoper-v4'\n\n")
+    assert objective.last_line(log) == "unknown task 'Hoper-v4'"
+    log.write_text("")
+    assert objective.last_line(log) == "no output"
+
+
 # --------------------------------------------------------------------------------------------------------- offline
 
 FAKE = '''
@@ -422,7 +434,7 @@ def test_a_sweep_that_fails_stops(sweep, tmp_path):
     """At its first trial, and after three in a row."""
     (tmp_path / "broken").touch()
     out, errors = finish(sweep, code=1)
-    assert errors.startswith("error: the first trial failed with: T, seed 1: error: it is broken (")
+    assert errors.startswith("error: the first trial failed with: T, seed 1: it is broken (")
     assert errors.count("\n") == 1 and states(study_of(sweep)) == ["FAIL"]
     (tmp_path / "broken").unlink()
     finish(sweep, "--trials", 1)
