@@ -111,12 +111,10 @@ def test_the_command_runs_as_wandbs_agent_runs_it(name, tmp_path):
     line += [*TINY[name.partition("_")[2]], "--folder", str(tmp_path / "trial")]
     env = os.environ | dict(WANDB_SWEEP_ID="abc", WANDB_RUN_ID="def", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    if name.endswith("procgen") and "no episode ended" in done.stderr:
-        return  # so soon; it has been trained
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "trial" / "objective.json").read_text())
     logged = next(tmp_path.glob("wandb/offline-run-*/run-def.wandb")).read_bytes()
-    assert result["objective"] == np.mean(result["returns"]["InvertedPendulum-v4"])
+    assert [[result["objective"]]] == list(result["returns"].values())
     assert b"objective" in logged and str(result["objective"]).encode() in logged
 
 
