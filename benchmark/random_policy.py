@@ -30,15 +30,30 @@ def random_returns(task: str, episodes: int, seed: int = 0) -> list:
     return returns
 
 
+def random_game_returns(game: str, episodes: int, seed: int = 0) -> list:
+    """The first episode of each of as many environments, on any level: who is done first is not asked."""
+    from vsop_procgen import Args, make_envs
+
+    pool = make_envs(Args(env_id=game, num_envs=episodes), num_levels=0, seed=seed)
+    rng, totals, ended = np.random.default_rng(seed), np.zeros(episodes), np.zeros(episodes, dtype=bool)
+    pool.reset()
+    while not ended.all():
+        _, rewards, terminated, truncated, _ = pool.step(rng.integers(15, size=episodes).astype(np.int32))
+        totals += rewards * ~ended
+        ended |= terminated | truncated
+    return totals.tolist()
+
+
 def main():
     warnings.filterwarnings("ignore", message=".*is out of date.*")
     mujoco.set_mju_user_warning(lambda message: None)
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     from run import load_experiment
 
     scores = {}
-    for task in load_experiment("baselines").tasks:
-        returns = random_returns(task, EPISODES)
+    games = load_experiment("procgen").tasks
+    for task in [*load_experiment("baselines").tasks, *games]:
+        returns = (random_game_returns if task in games else random_returns)(task, EPISODES)
         scores[task] = dict(mean=round(float(np.mean(returns)), 3), std=round(float(np.std(returns)), 3))
         print(task, scores[task], flush=True)
     what = f"returns of {EPISODES} episodes of uniform actions, by benchmark/random_policy.py"

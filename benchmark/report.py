@@ -70,12 +70,19 @@ def read_log(run):
 
 
 def read_run(run) -> pd.DataFrame:
+    """A row per point of the curve. On ProcGen a value is of the test levels, with the training levels' beside it."""
     log = read_log(run)
-    episodes = log.Scalars("charts/episodic_return")
-    steps, returns = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
-    grid_steps, means = curve(steps, returns, run.total)
+    curves = {}
+    for tag in ("charts/episodic_return", "test/episodic_return"):
+        if tag in log.Tags()["scalars"]:
+            episodes = log.Scalars(tag)
+            steps, returns = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
+            grid_steps, means = curve(steps, returns, run.total)
+            curves[tag] = np.round(means, 3)
+    *training, value = curves.values()
+    columns = dict(step=grid_steps, value=value) | (dict(training=training[0]) if training else {})
     rate = log.Scalars("charts/SPS")[-1].value
-    frame = pd.DataFrame(dict(step=grid_steps, value=np.round(means, 3)))
+    frame = pd.DataFrame(columns)
     return frame.assign(method=run.method, task=run.task, seed=run.seed, total=run.total, minutes=run.total / rate / 60)
 
 
@@ -92,7 +99,9 @@ def update_table(path: Path, runs: list) -> pd.DataFrame:
         print(f"reading {run.method}, {run.task}, seed {run.seed}", flush=True)
         frames.append(read_run(run))
     if new:
-        table = pd.concat(frames)[[*KEYS, "minutes", "step", "value"]].round({"minutes": 1})
+        table = pd.concat(frames)
+        order = [column for column in (*KEYS, "minutes", "step", "value", "training") if column in table]
+        table = table[order].round({"minutes": 1})
         table = table.sort_values([*KEYS, "step"], ignore_index=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path, index=False, compression=dict(method="gzip", mtime=0))
@@ -156,7 +165,10 @@ def plot_curves(table, methods, tasks, path):
                 continue
             lines = part.pivot(index="step", columns="seed", values="value")
             steps = lines.index / 1e6
-            axis.plot(steps, lines.mean(axis=1), color=color, label=f"{method}")
+            if "training" in part:
+                training = part.groupby("step")["training"].mean()
+                axis.plot(steps, training, color=color, linestyle=":", label=f"{method}, training levels")
+            axis.plot(steps, lines.mean(axis=1), color=color, label=method)
             if lines.shape[1] > 1:
                 low, high = interval(lines.to_numpy().T, np.nanmean)
                 axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
@@ -296,6 +308,9 @@ def published(total: int) -> dict:
             found[method, task] = (mean, np.nan, np.nan)
     for task, mean in plots["PPO"].items():
         found["PPO", task] = (mean, np.nan, np.nan)
+    for game, by_method in data["procgen_25_million"]["test_return"].items():
+        for method, mean in by_method.items():
+            found[method, game] = (mean, np.nan, np.nan)
     for method, by_task in data["per_seed"].items():
         for task, values in by_task.items():
             found[method, task] = (np.mean(values), *interval(values))
@@ -313,7 +328,7 @@ def markdown(head, lines):
 def task_table(rows, methods, tasks, total):
     theirs = published(total)
     ours = {method.removesuffix(" as published") for method in methods}
-    columns = sorted({method for method, _ in theirs if method.split(" at ")[0] in ours})
+    columns = sorted({method for method, task in theirs if method.split(" at ")[0] in ours and task in tasks})
     lines = []
     for task in tasks:
         cells = [task]
@@ -380,9 +395,13 @@ def section(table, total, experiment, folder):
     seeds = rows.groupby(["method", "task"]).size()
     many = f"{seeds.min()} to {seeds.max()} seeds" if seeds.min() < seeds.max() else f"seeds per task: {seeds.max()}"
     text = f"""{len(rows)} runs, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A return is the mean of
-the last 100 episodes; intervals are 95 % percentile bootstrap over seeds. Published values are the authors' after
-3,000,000 steps with ten seeds, PPO's and those at 1,000,000 steps read from their plots."""
-    if total != 3_000_000:
+the last 100 episodes{" on test levels" if "training" in table else ""}; intervals are 95 % percentile bootstrap over
+seeds. Published values are the authors' after """
+    if "training" in table:
+        text += "25,000,000 steps with five seeds, read from their plots."
+    else:
+        text += """3,000,000 steps with ten seeds, PPO's and those at 1,000,000 steps read from their plots."""
+    if total != 3_000_000 and "training" not in table:
         text += f""" The runs here anneal their learning rate over {total:,} steps, the published ones over
 3,000,000, also where their curve at 1,000,000 is quoted: the two are not the same thing."""
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")

@@ -1,13 +1,18 @@
 """How fast the scripts are, as a share of the speed of the bare simulator. Run it with nothing else running:
 
-    python benchmark/speed.py
+    python benchmark/speed.py               # or only a part of it: continuous, procgen
 
 Every script trains in a process and on a thread of its own, one after the other. In the same process, before and after,
 the task is stepped alone as `gym.make` returns it, with random actions: that is the raw rate, and 100 %. Rates are the
 best of several windows of 2048 steps after the warm-up. The limit is the share if nothing but the bare task and the
 matrix products of the updates took time. Writes speed.json, speed.md and speed.png to benchmark/results/.
+
+A game costs next to nothing beside the network that plays it. There the limit is the network's arithmetic at the speed
+of a large matrix product in the same process, and the peer is the same script with torch's default layout of frames:
+speed_procgen.json and speed_procgen.md.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -93,8 +98,8 @@ def product_seconds(args, agent):
 class Windows:
     """Time marks at the start of rollouts, and the time spent in parts of the program up to each."""
 
-    def __init__(self):
-        self.spent, self.marks = {}, []
+    def __init__(self, size=2048):
+        self.spent, self.marks, self.size = {}, [], size
 
     def timed(self, function, part):
         self.spent[part] = 0.0
@@ -108,7 +113,7 @@ class Windows:
         return wrapper
 
     def mark(self, step):
-        if not self.marks or step - self.marks[-1][0] >= 2048:
+        if not self.marks or step - self.marks[-1][0] >= self.size:
             self.marks.append((step, clock(), dict(self.spent)))
 
     def best(self):
@@ -202,6 +207,80 @@ def measure_peer(algorithm, task):
     return dict(script=f"Stable-Baselines3 {algorithm}", task=task, raw=raw, rate=rate, share=rate / raw, memory=memory)
 
 
+def flops(args, agent):
+    """Floating-point operations per frame: rollout, test and values forward, every epoch forward and backward."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    frames = torch.zeros((8, 64, 64, 3), dtype=torch.uint8)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        agent(frames)
+    with FlopCounterMode(display=False) as both:
+        torch.autograd.grad(sum(x.sum() for x in agent(frames)), list(agent.parameters()))
+    return (3 * forward.get_total_flops() + args.update_epochs * both.get_total_flops()) / len(frames)
+
+
+def product_rate():
+    """Floating-point operations per second of a large matrix product, best of ten."""
+    import torch
+
+    a, times = torch.randn(2048, 2048), []
+    for _ in range(10):
+        start = clock()
+        a @ a
+        times.append(clock() - start)
+    return 2 * 2048**3 / min(times)
+
+
+def measure_game(name, layout):
+    """One run of a ProcGen script. Rollouts of 64 environments and few steps: what is done per frame is the same."""
+    import torch
+
+    torch.set_num_threads(1)
+    speed = product_rate()
+    script, windows = importlib.import_module(name), Windows(size=1024)
+
+    class Agent(script.Agent):
+        def __init__(self, envs, args):
+            super().__init__(envs, args)
+            windows.agent = self
+            if layout != "channels last":
+                self.to(memory_format=torch.contiguous_format)
+
+        def forward(self, frames, *masks):
+            if layout != "channels last":
+                frames = frames.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+            return super().forward(frames, *masks)
+
+    def collect(envs, *rest):
+        windows.mark(envs.global_step)
+        return timed_collect(envs, *rest)
+
+    script.Agent = Agent
+    if layout == "default, whole minibatches":
+        script.part_size = lambda device: 4096
+    script.Envs.step = windows.timed(script.Envs.step, "environment")
+    timed_collect, script.collect = windows.timed(script.collect, "rollout"), collect
+    script.estimate = windows.timed(script.estimate, "advantage")
+    script.update = windows.timed(script.update, "update")
+    args = script.Args(num_envs=64, num_steps=16, num_minibatches=1, total_timesteps=7 * 1024)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        script.train(args)
+    limit = max(speed, product_rate()) / flops(args, windows.agent)
+    rate, parts = windows.best()
+    parts["policy"] = parts.pop("rollout") - parts["environment"]
+    parts["rest"] = 1 / rate - sum(parts.values())
+    return dict(script=name, layout=layout, rate=rate, limit=limit, share=rate / limit, parts=parts)
+
+
+def measure_game_memory(name):
+    """Peak memory of a script at its defaults, one epoch of one rollout."""
+    script = importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        script.train(script.Args(total_timesteps=script.Args().batch_size, update_epochs=1))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def in_a_process(function, *args):
     """Alone in a new process, so that neither memory nor compiled code of another run counts."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -239,6 +318,23 @@ def table(rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+GAME_SCRIPTS = ("vsop_procgen", "ppo_procgen")
+LAYOUTS = ("channels last", "default", "default, whole minibatches")
+
+
+def game_table(rows):
+    head = ("script, layout", "frames/s", "times", "limit", "share", *PARTS, "memory")
+    lines = [head, ("---",) * len(head)]
+    for row in rows:
+        (ours,) = [x["rate"] for x in rows if x["script"] == row["script"] and x["layout"] == LAYOUTS[0]]
+        cells = [f"{row['script']}, {row['layout']}", f"{row['rate']:.1f}", f"{row['rate'] / ours:.2f}"]
+        cells += [f"{row['limit']:.0f}", f"**{row['share']:.0%}**"]
+        cells += [f"{row['parts'][part] * 1e3:.2f} ms" for part in PARTS]
+        cells += [f"{row['memory']:,.0f} MB" if "memory" in row else ""]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def plot(rows, path):
     """Where the time of a step goes, by number of environments and by width."""
     import matplotlib
@@ -268,8 +364,17 @@ def plot(rows, path):
     figure.savefig(path, dpi=120)
 
 
-def main():
-    RESULTS.mkdir(exist_ok=True)
+def measure_games():
+    rows = []
+    for name in GAME_SCRIPTS:
+        rows += [in_a_process(measure_game, name, layout) for layout in LAYOUTS]
+        rows[-len(LAYOUTS)]["memory"] = in_a_process(measure_game_memory, name)
+        print(game_table(rows[-len(LAYOUTS) :]), flush=True)
+    (RESULTS / "speed_procgen.md").write_text(game_table(rows) + "\n")
+    (RESULTS / "speed_procgen.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measure_continuous():
     rows, scaling = [], []
     for name, task, _, _ in GOALS:
         rows.append(in_a_process(measure_script, name, task, {}))
@@ -290,6 +395,21 @@ def main():
     (RESULTS / "speed.md").write_text(report + "\n")
     (RESULTS / "speed.json").write_text(json.dumps(dict(rows=rows, scaling=scaling), indent=1) + "\n")
     plot(scaling, RESULTS / "speed.png")
+
+
+def main():
+    kinds = dict(continuous=measure_continuous, procgen=measure_games)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", help="continuous, procgen; by default both")
+    chosen = parser.parse_args().kinds or list(kinds)
+    if unknown := [kind for kind in chosen if kind not in kinds]:
+        print(
+            f"error: there is nothing to measure for {unknown[0]!r}; there are continuous and procgen", file=sys.stderr
+        )
+        sys.exit(2)
+    RESULTS.mkdir(exist_ok=True)
+    for kind in chosen:
+        kinds[kind]()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
 """The instrument that measures speed."""
 
 import json
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import speed
+
+
+def test_an_unknown_part_is_refused():
+    command = [sys.executable, str(ROOT / "benchmark" / "speed.py"), "atari"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "error: there is nothing to measure for 'atari'; there are continuous and procgen\n"
+    )
 
 
 def test_best_window_after_the_warm_up():
@@ -34,6 +44,29 @@ def test_measures_a_script_and_prints_its_row():
     assert row["parts"]["rest"] >= 0 and 50 < row["memory"] < 2000 and row["startup"] > 0.5
     head, _, line = speed.table([row]).splitlines()
     assert head.count("|") == line.count("|") and line.startswith("| ppo, Pendulum-v1 | ")
+
+
+def test_arithmetic_of_the_network_by_hand():
+    """Two operations per weight and position; backward twice that, but for the frames, which need no gradient."""
+    script = load("vsop_procgen")
+    args = script.Args(update_epochs=3)
+    agent = script.Agent(SimpleNamespace(num_actions=15), args)
+    shapes = [(3, 16, 64), *[(16, 16, 32)] * 4, (16, 32, 32), *[(32, 32, 16)] * 4, (32, 32, 16), *[(32, 32, 8)] * 4]
+    forward = [2 * 9 * channels * out * side**2 for channels, out, side in shapes]
+    forward += [2 * 2048 * 256, 2 * 256 * 15, 2 * 256]
+    backward = 2 * sum(forward) - forward[0]
+    assert speed.flops(args, agent) == pytest.approx(3 * sum(forward) + 3 * (sum(forward) + backward), rel=0.01)
+    assert 0.6e9 < speed.flops(args, agent) < 0.8e9
+
+
+def test_committed_results_of_the_games_agree_with_the_readme():
+    rows = json.loads((ROOT / "benchmark" / "results" / "speed_procgen.json").read_text())
+    assert [(row["script"], row["layout"]) for row in rows] == [
+        (name, layout) for name in speed.GAME_SCRIPTS for layout in speed.LAYOUTS
+    ]
+    table = speed.game_table(rows)
+    assert table in (ROOT / "benchmark" / "results" / "speed_procgen.md").read_text()
+    assert table in (ROOT / "README.md").read_text()
 
 
 def test_committed_results_are_of_all_scripts_and_agree_with_the_readme():
