@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import GAME_SCRIPTS, ROOT, load, run, run_dir, scalars
+from conftest import GAME_SCRIPTS, ROOT, load, refused, run, run_dir, scalars
 
 import enjoy
 
@@ -325,8 +325,6 @@ def test_the_same_seed_plays_the_same(script):
 @pytest.mark.parametrize("game", ["bossfight", "fruitbot", "starpilot"])
 def test_smoke(name, game, tmp_path):
     mode = "hard" if game == "starpilot" else "easy"
-    done = run(name, *TINY, "--env-id", game, "--distribution-mode", mode, "--num-steps", 128, cwd=tmp_path)
-    assert done.returncode != 0 and "less than one rollout" in done.stderr
     done = run(name, *TINY, "--env-id", game, "--distribution-mode", mode, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     values, tags = scalars(tmp_path)
@@ -421,10 +419,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_bad_input_is_one_line_and_code_2(options, tmp_path):
-    done = run("vsop_procgen", *options.split(), cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {BAD[options]}") and done.stderr.count("\n") == 1, done.stderr
+def test_bad_input_is_one_line_and_code_2(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert refused(monkeypatch, capsys, "vsop_procgen", *options.split()).startswith(BAD[options])
     assert not (tmp_path / "runs").exists()
 
 
