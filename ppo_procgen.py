@@ -826,7 +826,9 @@ def train(args: Args) -> Path:
                     returns.append(episode_return)
                 played.finished.clear()
             progress.update(envs.global_step)
-            writer.add_scalar("test/gap", average(progress.returns) - average(progress.test_returns), envs.global_step)
+            if progress.returns and progress.test_returns:
+                gap = average(progress.returns) - average(progress.test_returns)
+                writer.add_scalar("test/gap", gap, envs.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args)

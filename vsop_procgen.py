@@ -23,7 +23,7 @@ trains on 200 levels of a game and is tested beside, with the posterior mean, on
 
     python vsop_procgen.py --env-id starpilot
 
-Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), section 5.3.
+Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), section 5.2.
 Line numbers in comments are those of Algorithm 1, as the text cites them.
 """
 
@@ -885,7 +885,9 @@ def train(args: Args) -> Path:
                     returns.append(episode_return)
                 played.finished.clear()
             progress.update(envs.global_step)
-            writer.add_scalar("test/gap", average(progress.returns) - average(progress.test_returns), envs.global_step)
+            if progress.returns and progress.test_returns:
+                gap = average(progress.returns) - average(progress.test_returns)
+                writer.add_scalar("test/gap", gap, envs.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args)

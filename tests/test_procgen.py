@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -356,7 +357,7 @@ def test_a_run_that_was_stopped_goes_on(name, tmp_path):
     command = [sys.executable, str(ROOT / f"{name}.py"), *options]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("runs/*/policy.pt")) and process.poll() is None:
-            pass
+            time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
         assert re.match(r"stopped at step \d+, to go on: --resume", process.stderr.read())
