@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and threads of theirs would fight over the cores
+
 import numpy as np
 import pytest
 import torch

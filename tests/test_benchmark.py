@@ -85,7 +85,7 @@ def wait_for(condition):
 
 def test_a_killed_grid_goes_on_where_it_was(experiment, tmp_path):
     """A run that is killed alone is resumed at once, a killed grid by the same command; finished runs are skipped."""
-    options = ("--seeds", 1, "--total-timesteps", 64 * 1500, "--jobs", 2)
+    options = ("--seeds", 1, "--total-timesteps", 64 * 1000, "--jobs", 2)
     process = start(experiment, *options)
     wait_for(lambda: len(list(tmp_path.glob("grid/*/runs/*/checkpoint.pt"))) == 2)
     os.kill(training(tmp_path)[0], signal.SIGKILL)

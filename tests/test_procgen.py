@@ -14,7 +14,7 @@ from conftest import GAME_SCRIPTS, ROOT, load, refused, run, run_dir, scalars
 
 import enjoy
 
-TINY = "--num-envs 16 --num-steps 64 --num-minibatches 2 --update-epochs 1 --total-timesteps 1024".split()
+TINY = "--num-envs 8 --num-steps 64 --num-minibatches 2 --update-epochs 1 --total-timesteps 512".split()
 CPU = torch.device("cpu")
 
 
@@ -351,7 +351,7 @@ def play(*options):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", GAME_SCRIPTS)
+@pytest.mark.parametrize("name", ["vsop_procgen", pytest.param("ppo_procgen", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on(name, tmp_path):
     options = (*TINY, "--num-steps", "32", "--total-timesteps", "100000", "--env-id", "bossfight")
     command = [sys.executable, str(ROOT / f"{name}.py"), *options]
@@ -364,7 +364,7 @@ def test_a_run_that_was_stopped_goes_on(name, tmp_path):
     folder = run_dir(tmp_path)
     stopped = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert stopped["step"] > 0 and stopped["test_returns"]
-    total = stopped["step"] + 2 * 512
+    total = stopped["step"] + 2 * 256
     done = run(name, "--resume", folder, "--total-timesteps", total, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     after = torch.load(folder / "checkpoint.pt", weights_only=True)
@@ -377,7 +377,7 @@ def test_a_run_that_was_stopped_goes_on(name, tmp_path):
         assert steps == sorted(steps) and steps[-1] > stopped["step"]
         # Episodes in progress began anew: none that ends after the stop is longer than the steps since.
         lengths = zip(values[f"{tag}/episodic_length"], steps)
-        assert all(length <= (step - stopped["step"]) / 16 for (_, length), step in lengths if step > stopped["step"])
+        assert all(length <= (step - stopped["step"]) / 8 for (_, length), step in lengths if step > stopped["step"])
     assert after["envs"]["return_stats"]["count"] == total
 
     done = play(folder, "--episodes", 2, "--video", tmp_path / "out.mp4")
