@@ -3,6 +3,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,14 @@ def refused(monkeypatch, capsys, name, *options) -> str:
     assert stop.value.code == 2 and out == "", out
     assert error.startswith("error: ") and error.count("\n") == 1, error
     return error.removeprefix("error: ")
+
+
+def wait_for(condition):
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited for two minutes")
 
 
 def run_dir(folder) -> Path:

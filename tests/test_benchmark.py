@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import tyro
-from conftest import ROOT, load
+from conftest import ROOT, load, wait_for
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import report
@@ -73,14 +73,6 @@ def training(folder):
     lines = subprocess.run(["ps", "-eo", "pid,cmd"], capture_output=True, text=True).stdout.splitlines()
     links = [Path(f"/proc/{line.split()[0]}/cwd") for line in lines if "_continuous.py" in line]
     return [int(link.parent.name) for link in links if link.exists() and str(folder) in os.readlink(link)]
-
-
-def wait_for(condition):
-    for _ in range(1200):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited for two minutes")
 
 
 def test_a_killed_grid_goes_on_where_it_was(experiment, tmp_path):

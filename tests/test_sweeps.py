@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import optuna
 import pytest
 import tyro
 import yaml
-from conftest import ROOT, load
+from conftest import ROOT, load, wait_for
 from optuna.trial import TrialState
 from sweeps.config import schema_violations_from_proposed_config
 from sweeps.params import HyperParameter
@@ -315,14 +314,6 @@ def states(study):
 def processes(folder):
     lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
     return [line for line in lines if str(folder) in line and "ps -eo" not in line]
-
-
-def wait_for(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited for a minute")
 
 
 def test_a_sweep_of_a_real_script_runs_to_the_end(tmp_path):
