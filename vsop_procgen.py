@@ -368,7 +368,7 @@ def sample_posterior(*shape, args, device, mean=False):
 
 
 def precision(args: Args, device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision)
 
 
 def part_size(device: torch.device) -> int:
@@ -829,6 +829,9 @@ def parse_args() -> Args:
 def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    for name in ("compile", "mixed_precision"):
+        if getattr(args, name) and device.type == "cpu":
+            fail(f"--{name.replace('_', '-')} is for a GPU, and this run would be on CPU")
     make_envs(args, args.num_levels, args.seed).close()  # what is not installed ends the program here
     with run_folder(args) as run_dir, caught_signals() as signals:
         start = dict(iteration=0, seconds=0.0, returns=[], test_returns=[])
@@ -853,7 +856,7 @@ def train(args: Args) -> Path:
         if args.resume:
             restore(saved, run_dir, agent, optimizer, envs)
         test_envs.global_step = envs.global_step
-        step_function = compiled(gradient_step, device) if args.compile and device.type == "cuda" else gradient_step
+        step_function = compiled(gradient_step, device) if args.compile else gradient_step
         counters = (saved[name] for name in ("seconds", "returns", "test_returns"))
         progress = Progress(args.num_iterations * args.batch_size, envs.global_step, *counters)
         writer = SummaryWriter(str(run_dir))

@@ -417,6 +417,8 @@ BAD = {
     "--num-minibatches 3": "a rollout of 16384 steps cannot be split into 3 equal minibatches",
     "--num-levels 0": "--num-levels must be at least 1, got 0",
     "--seed -1": "--seed must be at least 0, got -1",
+    "--no-cuda --mixed-precision": "--mixed-precision is for a GPU, and this run would be on CPU",
+    "--no-cuda --compile": "--compile is for a GPU, and this run would be on CPU",
 }
 
 
