@@ -179,7 +179,7 @@ def plot_curves(table, methods, tasks, path):
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)))
     figure.savefig(path)
     plt.close(figure)
 
@@ -378,12 +378,14 @@ def missing(rows, experiment):
     """What of the experiment was not run."""
     lines = []
     for method in experiment.methods:
-        counts = {task: len(of(rows, method, task)) for task in experiment.tasks}
-        if not any(counts.values()):
+        tasks = {}  # by number of seeds
+        for task in experiment.tasks:
+            tasks.setdefault(len(of(rows, method, task)), []).append(task)
+        if list(tasks) == [0]:
             lines.append(f"- {method}: not run")
-        elif len(set(counts.values())) > 1:
-            seeds = ", ".join(f"{task} {count}" for task, count in counts.items())
-            lines.append(f"- {method}, number of seeds: {seeds}")
+        elif len(tasks) > 1:
+            parts = (f"{count} seed{'s' * (count != 1)} of {', '.join(tasks[count])}" for count in sorted(tasks))
+            lines.append(f"- {method}: {'; '.join(parts)}")
     return ["## What is missing", "\n".join(lines)] if lines else []
 
 
