@@ -168,7 +168,8 @@ def plot_curves(table, methods, tasks, path):
             if "training" in part:
                 training = part.groupby("step")["training"].mean()
                 axis.plot(steps, training, color=color, linestyle=":", label=f"{method}, training levels")
-            axis.plot(steps, lines.mean(axis=1), color=color, label=method)
+            label = f"{method}, test levels" if "training" in part else method
+            axis.plot(steps, lines.mean(axis=1), color=color, label=label)
             if lines.shape[1] > 1:
                 low, high = interval(lines.to_numpy().T, np.nanmean)
                 axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
@@ -179,6 +180,7 @@ def plot_curves(table, methods, tasks, path):
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(label, handle)
+    figure.set_figheight(2.9 * rows + 0.25 * -(-len(handles) // columns))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)))
     figure.savefig(path)
     plt.close(figure)
