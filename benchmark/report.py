@@ -109,16 +109,24 @@ def update_table(path: Path, runs: list) -> pd.DataFrame:
 
 
 def save_histograms(path: Path, run):
-    """The advantages of a run at six moments, as counts in bins of equal width."""
+    """The advantages of a run at six moments, as shares in bins that at most one of 200 steps is outside of."""
+    log, tags = read_log(run), ("vsop/advantages", "vsop/relu_advantages")
     found = dict(run=f"{run.method}, {run.task}, seed {run.seed}, {run.total:,} steps", tags={})
-    log = read_log(run)
-    for tag in ("vsop/advantages", "vsop/relu_advantages"):
+    cumulated = {}
+    for tag in tags:
         events = log.Histograms(tag)
-        found["tags"][tag] = []
         for k in np.linspace(0, len(events) - 1, 6).astype(int):
-            edges, counts = np.array(events[k].histogram_value.bucket_limit), events[k].histogram_value.bucket
-            total, _ = np.histogram(np.clip(edges, -4, 4), bins=80, range=(-4, 4), weights=counts)
-            found["tags"][tag].append(dict(step=events[k].step, counts=total.astype(int).tolist()))
+            counts = np.cumsum(events[k].histogram_value.bucket)
+            cumulated[tag, events[k].step] = events[k].histogram_value.bucket_limit, counts / counts[-1]
+    quantiles = [np.interp((0.0025, 0.9975), y, x) for (tag, _), (x, y) in cumulated.items() if tag == tags[0]]
+    edges = np.linspace(-1, 1, 62) * np.abs(quantiles).max()  # with 0 in the middle of a bin
+    found["edges"] = edges.round(5).tolist()
+    for tag in tags:
+        found["tags"][tag] = [
+            dict(step=step, shares=np.diff(np.interp(edges, *xy)).round(6).tolist())
+            for (of_tag, step), xy in cumulated.items()
+            if of_tag == tag
+        ]
     path.write_text(json.dumps(found) + "\n")
 
 
@@ -190,13 +198,10 @@ def plot_histograms(path_in, path):
     """The paper's figure of what the ReLU leaves of the advantages."""
     data = json.loads(path_in.read_text())
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    edges = np.linspace(-4, 4, 81)
     for axis, (tag, rows) in zip(axes, data["tags"].items()):
         for row, color in zip(rows, plt.cm.viridis(np.linspace(0, 0.9, len(rows)))):
-            counts = np.array(row["counts"])
-            axis.stairs(
-                counts / counts.sum(), edges, color=color, label=f"{row['step'] / 1e6:.2f} M steps", linewidth=1.5
-            )
+            label = f"{row['step'] / 1e6:.2f} M steps"
+            axis.stairs(row["shares"], data["edges"], color=color, label=label, linewidth=1.5)
         axis.set_yscale("log")
         axis.set_xlabel({"vsop/advantages": "h", "vsop/relu_advantages": "h+ = max(0, h)"}[tag])
     axes[0].set_ylabel("share of steps")
@@ -440,7 +445,7 @@ def main(args: Args):
         run for run in runs if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method and finished(run)
     ]
     if shown:
-        save_histograms(folder / "histograms.json", shown[-1])
+        save_histograms(folder / "histograms.json", shown[0])
     page = [f"# {experiment.name}", f"Made by `python benchmark/report.py {args.experiment}` from `curves.csv.gz`."]
     for total in sorted(table["total"].unique(), reverse=True):
         page += section(table[table["total"] == total], int(total), experiment, folder)

@@ -1,5 +1,6 @@
 """The grid and its report."""
 
+import json
 import os
 import re
 import shlex
@@ -191,6 +192,26 @@ def test_scores_and_normalization():
     found = report.matrices(rows, "final", ["PPO", "VSOP"], ["Hopper-v4"])
     np.testing.assert_array_equal(found["PPO"], [[3.0], [7.0]])
     assert "VSOP" not in found
+
+
+def test_histograms_hold_the_advantages(tmp_path):
+    """Against numpy's histogram of the values; the log has them in buckets of its own."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    rng, folder = np.random.default_rng(0), tmp_path / "runs" / "run"
+    values = {step: rng.normal(0.05, 0.1, size=20_000) for step in range(1000, 7000, 1000)}
+    with SummaryWriter(str(folder)) as writer:
+        for step, x in values.items():
+            writer.add_histogram("vsop/advantages", x, step)
+            writer.add_histogram("vsop/relu_advantages", np.maximum(x, 0.0), step)
+    (folder / "checkpoint.pt").touch()
+    report.save_histograms(tmp_path / "found.json", runner.Run("VSOP", "Humanoid-v4", 1, [], tmp_path, 6000))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for tag, change in (("vsop/advantages", lambda x: x), ("vsop/relu_advantages", lambda x: np.maximum(x, 0.0))):
+        assert [row["step"] for row in found["tags"][tag]] == list(values)
+        for row in found["tags"][tag]:
+            counts, _ = np.histogram(change(values[row["step"]]), found["edges"])
+            np.testing.assert_allclose(np.cumsum(row["shares"]), np.cumsum(counts) / 20_000, atol=0.02)
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("benchmark/results/*/curves.csv.gz")))
