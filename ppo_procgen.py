@@ -108,8 +108,8 @@ class Args:
     """coefficient of the critic's squared error"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return"""
-    bootstrap_truncated: bool = False
-    """add gamma * v(final observation) at a time limit; otherwise it counts as a true end, as in the authors' code"""
+    bootstrap_truncated: bool = True
+    """add gamma * v(final observation) at a time limit; --no-bootstrap-truncated takes it for an end, as published"""
     cuda: bool = True
     """use a GPU when there is one"""
     compile: bool = False
