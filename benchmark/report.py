@@ -247,6 +247,7 @@ def plot_aggregates(points, intervals, color_of, path, title):
             low, high = intervals[name][:, k]
             axis.barh(y, high - low, left=low, height=0.6, color=color_of[name], alpha=0.7)
             axis.plot([points[name][k]] * 2, [y - 0.3, y + 0.3], color="black")
+        axis.use_sticky_edges = False  # a bar that starts at the axis looks cut off
         axis.set_title(metric)
         axis.set_yticks(range(len(names)), names)
     figure.suptitle(title)
