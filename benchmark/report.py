@@ -364,6 +364,7 @@ comparison with the paper's figures only."""
 
 def summarize(rows, column, title, methods, tasks, reference, folder):
     """Aggregates over tasks by both normalizations, with figures for the first."""
+    np.random.seed(0)  # rliable draws from numpy's global generator, whatever it is given
     raw = matrices(rows, column, methods, tasks)
     zero = np.array([reference["random"][task] for task in tasks])
     one = reference["ppo"].loc[tasks, column].to_numpy()
