@@ -17,6 +17,7 @@ import pytest
 import torch
 import tyro
 from conftest import ROOT, load, wait_for
+from rliable import library, metrics
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import report
@@ -180,6 +181,16 @@ def test_interval_covers_the_mean():
         inside += low < 0 < high
     assert 170 < inside < 200
     assert all(np.isnan(report.interval([1.0])))
+
+
+def test_profile_and_probability_are_those_of_rliable():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(5, size=(3, 4)), rng.integers(5, size=(2, 4))  # integers, so that there are ties
+    y[:, 3] = x[0, 3]
+    thresholds = np.linspace(-1, 5, 13)
+    np.testing.assert_allclose(report.profile(x, thresholds), library.score_distributions(x, thresholds))
+    expected = metrics.probability_of_improvement(x, y)
+    assert report.probability_of_improvement(x, y) == pytest.approx(expected)
 
 
 def test_scores_and_normalization():
