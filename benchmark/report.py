@@ -321,6 +321,7 @@ def published(total: int) -> dict:
     for task, by_method in data["mean_over_ten_seeds"].items():
         for method, mean in by_method.items():
             found[method, task] = (mean, np.nan, np.nan)
+        found["RMPG", task] = found["all-actions", task]  # two names of one method
     for task, mean in plots["PPO"].items():
         found["PPO", task] = (mean, np.nan, np.nan)
     for game, by_method in data["procgen_25_million"]["test_return"].items():
@@ -412,9 +413,9 @@ def section(table, total, experiment, folder):
     tasks = [task for task in experiment.tasks if (rows["task"] == task).any()]
     seeds = rows.groupby(["method", "task"]).size()
     many = f"{seeds.min()} to {seeds.max()} seeds" if seeds.min() < seeds.max() else f"seeds per task: {seeds.max()}"
-    text = f"""{len(rows)} runs, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A return is the mean of
-the last 100 episodes{" on test levels" if "training" in table else ""}; intervals are 95 % percentile bootstrap over
-seeds. Published values are the authors' after """
+    text = f"""{len(rows)} run{"s" * (len(rows) > 1)}, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A
+return is the mean of the last 100 episodes{" on test levels" if "training" in table else ""}; intervals are 95 %
+percentile bootstrap over seeds. Published values are the authors' after """
     if "training" in table:
         text += "25,000,000 steps with five seeds, read from their plots."
     else:
@@ -456,7 +457,7 @@ def main(args: Args):
     if shown:
         save_histograms(folder / "histograms.json", shown[0])
     page = [f"# {experiment.name}", f"Made by `python benchmark/report.py {args.experiment}` from `curves.csv.gz`."]
-    for total in sorted(table["total"].unique(), reverse=True):
+    for total in table["total"].value_counts().index:  # where most runs are, first
         page += section(table[table["total"] == total], int(total), experiment, folder)
     if (folder / "histograms.json").exists():
         plot_histograms(folder / "histograms.json", folder / "histograms.png")

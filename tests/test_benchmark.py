@@ -205,6 +205,12 @@ def test_scores_and_normalization():
     assert "VSOP" not in found
 
 
+@pytest.mark.parametrize("name", ["baselines", "mechanisms"])
+def test_every_method_has_a_published_value_for_every_task(name):
+    experiment, published = runner.load_experiment(name), report.published(1_000_000)
+    assert not {(m, t) for m in experiment.methods for t in experiment.tasks} - set(published)
+
+
 def test_histograms_hold_the_advantages(tmp_path):
     """Against numpy's histogram of the values; the log has them in buckets of its own."""
     from torch.utils.tensorboard import SummaryWriter
