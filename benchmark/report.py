@@ -427,13 +427,16 @@ percentile bootstrap over seeds. Published values are the authors' after """
     page = [f"## {total:,} steps, {many}", text, task_table(rows, methods, tasks, total)]
     page.append(f"![learning curves](curves_{total}.png)")
     reference = references(total)
-    shared = [task for task in tasks if task in reference["ppo"].index and all(len(of(rows, m, task)) for m in methods)]
-    if len(shared) > 1:
+    of_ppo = [task for task in tasks if task in reference["ppo"].index]
+    complete = list(matrices(rows, "final", methods, of_ppo))
+    if len(of_ppo) > 1 and complete:
         page.append(NORMALIZATION)
-        if len(shared) < len(experiment.tasks):
-            page.append(f"All methods have these tasks, over which the rest is taken: {', '.join(shared)}.")
+        if len(of_ppo) < len(experiment.tasks):
+            page.append(f"What follows is over the tasks that PPO has: {', '.join(of_ppo)}.")
+        if len(complete) < len(methods):
+            page.append(f"What follows is of the methods that have all these tasks: {', '.join(complete)}.")
         for column, title in (("final", "final return"), ("area", "area under the curve")):
-            page += summarize(rows, column, title, methods, shared, reference, folder)
+            page += summarize(rows, column, title, methods, of_ppo, reference, folder)
     return page + missing(rows, experiment)
 
 

@@ -205,6 +205,23 @@ def test_scores_and_normalization():
     assert "VSOP" not in found
 
 
+def test_a_method_with_a_task_missing_takes_none_from_the_others(tmp_path, monkeypatch):
+    tasks = ["Hopper-v4", "Reacher-v4"]
+    runs = [(method, task) for method in ("VSOP", "PPO", "A3C") for task in tasks][:-1]
+    columns = dict(seed=1, total=100, minutes=1.0, step=100, value=1.0)
+    table = pd.DataFrame([dict(method=method, task=task) | columns for method, task in runs])
+    monkeypatch.setattr(report, "REPS", 10)
+    reference = dict(
+        random=dict.fromkeys(tasks, 0.0), ppo=report.scores(table).set_index("task")[["final", "area"]][2:4]
+    )
+    monkeypatch.setattr(report, "references", lambda total: reference)
+    page = report.section(table, 100, runner.load_experiment("baselines"), tmp_path)
+    assert "What follows is over the tasks that PPO has: Hopper-v4, Reacher-v4." in page
+    assert "What follows is of the methods that have all these tasks: VSOP, PPO." in page
+    aggregates = page[page.index("## Final return over all tasks") + 1]
+    assert "| VSOP | 1.00" in aggregates and "| PPO | 1.00" in aggregates and "A3C" not in aggregates
+
+
 @pytest.mark.parametrize("name", ["baselines", "mechanisms"])
 def test_every_method_has_a_published_value_for_every_task(name):
     experiment, published = runner.load_experiment(name), report.published(1_000_000)
