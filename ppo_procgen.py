@@ -116,13 +116,11 @@ class Args:
     """compile the update with torch.compile, on a GPU (on CPU it gains nothing)"""
     mixed_precision: bool = False
     """compute in bfloat16 where that is safe, on a GPU"""
-    checkpoint_every: int = 1
-    """iterations between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
+    checkpoint_every: int = 20_480
+    """environment steps between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
     resume: Path | None = None
     """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
     do not touch the learning may be given beside it"""
-    save_model: bool = True
-    """write the policy to runs/<run>/policy.pt with each checkpoint, for enjoy.py"""
     track: bool = False
     """track the run with Weights & Biases"""
     wandb_project_name: str = "vsop"
@@ -760,7 +758,7 @@ def parse_args() -> Args:
     except TypeError as error:
         fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
     args = tyro.cli(Args, default=of_run)
-    free = "total_timesteps checkpoint_every save_model cuda compile mixed_precision track".split()
+    free = "total_timesteps checkpoint_every cuda compile mixed_precision track".split()
     for name, value in settings(of_run).items():
         if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
             fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
@@ -835,10 +833,9 @@ def train(args: Args) -> Path:
             writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args)
-            if iteration == args.num_iterations or signals or iteration % args.checkpoint_every == 0:
+            if iteration == args.num_iterations or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-                if args.save_model:
-                    save_policy(run_dir / "policy.pt", agent, args)
+                save_policy(run_dir / "policy.pt", agent, args)
             if signals:
                 print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
                 sys.exit(128 + signals[0])

@@ -98,8 +98,6 @@ class Args:
     """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
     mc_samples: int = 100
     """actions per state, for the value of the policy and for the sum over all actions"""
-    num_advantage_samples: int = 1
-    """draws of the critic that the advantages are averaged over"""
     spectral_norm: bool = True
     """divide the hidden layers by their spectral norm (ablation: --no-spectral-norm)"""
     thompson: bool = True
@@ -114,15 +112,11 @@ class Args:
     """use a GPU when there is one"""
     compile: bool = True
     """compile the update with torch.compile when a C++ compiler is installed"""
-    checkpoint_every: int = 10
-    """iterations between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
+    checkpoint_every: int = 20_480
+    """environment steps between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
     resume: Path | None = None
     """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
     do not touch the learning may be given beside it"""
-    save_model: bool = True
-    """write the policy to runs/<run>/policy.pt with each checkpoint, for enjoy.py"""
-    eval_episodes: int = 0
-    """episodes to evaluate the posterior mean on at the end, without noise, as eval/episodic_return"""
     capture_video: bool = False
     """film some episodes of the first environment into runs/<run>/videos"""
     track: bool = False
@@ -147,9 +141,9 @@ class Args:
                     fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
 
         check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
-        check(lambda x: x >= 1, "num_advantage_samples mc_samples", "at least 1")
+        check(lambda x: x >= 1, "mc_samples", "at least 1")
         check(lambda x: x >= 1, "checkpoint_every", "at least 1")
-        check(lambda x: x >= 0, "seed eval_episodes", "at least 0")
+        check(lambda x: x >= 0, "seed", "at least 0")
         check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm", "positive")
         check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
         check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
@@ -519,20 +513,13 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     jumps[-1] = True
     obs = torch.as_tensor(rollout.obs, device=device).flatten(0, 1)
     states = torch.cat([obs, torch.as_tensor(rollout.next_obs[jumps], device=device)])
-    # The targets are linear in the values: averaging values over draws averages the targets.
-    draws = args.num_advantage_samples if args.thompson else 1
-    values = torch.zeros(len(states), device=device)
-    h_plus = torch.zeros(len(obs), args.mc_samples, device=device)
     means = agent.actor(states).unsqueeze(1)
     shape = (len(states), args.mc_samples, means.shape[-1])
     uniform = agent.low + (agent.high - agent.low) * torch.rand(len(obs), *shape[1:], device=device)
-    for _ in range(draws):
-        masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
-        sampled = means + agent.log_std.exp() * torch.randn(shape, device=device)
-        draw = action_values(agent.critic, states, sampled, masks).mean(1)
-        values += draw / draws
-        h_plus += (action_values(agent.critic, obs, uniform, masks) - draw[: len(obs), None]) / draws
-    h_plus.relu_()
+    masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
+    sampled = means + agent.log_std.exp() * torch.randn(shape, device=device)
+    values = action_values(agent.critic, states, sampled, masks).mean(1)
+    h_plus = (action_values(agent.critic, obs, uniform, masks) - values[: len(obs), None]).relu_()
     values = values.cpu().numpy()
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
@@ -660,24 +647,6 @@ def not_finite(rollout: Rollout, stats: list) -> str | None:
     if torch.stack([x["grad_norm"] for x in stats]).isfinite().all():
         return None
     return next(name for x in stats for name, value in x.items() if not value.isfinite())
-
-
-def evaluate(agent: Agent, envs: Envs, args: Args) -> list:
-    """Returns of episodes of the posterior mean without noise, with the observation statistics as they are."""
-    layers, returns, stats = arrays(agent.actor), [], envs.obs_stats
-    env = make_env(args.env_id)
-    for episode in range(args.eval_episodes):
-        raw, _ = env.reset(seed=args.seed if episode == 0 else None)
-        returns.append(0.0)
-        ended = False
-        while not ended:
-            obs = np.clip((raw - stats.mean) / stats.std, -10.0, 10.0) if args.norm_obs else raw
-            action = forward(layers, obs[None].astype(np.float32))[0].clip(envs.low, envs.high)
-            raw, reward, terminated, truncated, _ = env.step(action.reshape(env.action_space.shape))
-            returns[-1] += float(reward)
-            ended = terminated or truncated
-    env.close()
-    return returns
 
 
 # ------------------------------------------------------------------------------------------------ files of a run
@@ -892,7 +861,7 @@ def parse_args() -> Args:
     except TypeError as error:
         fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
     args = tyro.cli(Args, default=of_run)
-    free = "total_timesteps checkpoint_every save_model eval_episodes capture_video cuda compile track".split()
+    free = "total_timesteps checkpoint_every capture_video cuda compile track".split()
     for name, value in settings(of_run).items():
         if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
             fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
@@ -957,19 +926,14 @@ def train(args: Args) -> Path:
                 writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
                 detailed = last or iteration % (10 * log_every) == 0
                 log(writer, envs.global_step, agent, est, stats, args, detailed)
-            if last or signals or iteration % args.checkpoint_every == 0:
+            if last or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-                if args.save_model:
-                    save_policy(run_dir / "policy.pt", agent, envs, args)
+                save_policy(run_dir / "policy.pt", agent, envs, args)
             if signals:
                 print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
                 sys.exit(128 + signals[0])
 
         progress.bar.close()
-        if args.eval_episodes:
-            returns = evaluate(agent, envs, args)
-            writer.add_scalar("eval/episodic_return", np.mean(returns), envs.global_step)
-            print(f"{run_dir}: mean return of {len(returns)} episodes of the posterior mean {np.mean(returns):.2f}")
         envs.close()
         writer.close()
     if args.track:

@@ -104,8 +104,6 @@ class Args:
     """coefficient of the critic's squared error"""
     dropout_rate: float = 0.075
     """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
-    num_advantage_samples: int = 1
-    """draws of the critic that the advantages are averaged over"""
     relu_advantage: bool = True
     """update the policy on positive advantages only (ablation: --no-relu-advantage)"""
     spectral_norm: bool = True
@@ -122,13 +120,11 @@ class Args:
     """compile the update with torch.compile, on a GPU (on CPU it gains nothing)"""
     mixed_precision: bool = False
     """compute in bfloat16 where that is safe, on a GPU"""
-    checkpoint_every: int = 1
-    """iterations between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
+    checkpoint_every: int = 20_480
+    """environment steps between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
     resume: Path | None = None
     """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
     do not touch the learning may be given beside it"""
-    save_model: bool = True
-    """write the policy to runs/<run>/policy.pt with each checkpoint, for enjoy.py"""
     track: bool = False
     """track the run with Weights & Biases"""
     wandb_project_name: str = "vsop"
@@ -151,7 +147,6 @@ class Args:
                     fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
 
         check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs num_levels", "at least 1")
-        check(lambda x: x >= 1, "num_advantage_samples", "at least 1")
         check(lambda x: x >= 1, "checkpoint_every", "at least 1")
         check(lambda x: x >= 0, "seed", "at least 0")
         check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm", "positive")
@@ -462,12 +457,8 @@ def estimate(agent: Agent, rollout: Rollout, envs: Envs, args: Args, device: tor
     obs = rollout.obs.flatten(0, 1)
     # What the rollout ended on, and what a time limit cut off.
     others = torch.as_tensor(np.array([*envs.obs, *rollout.final_obs.values()]), device=device)
-    # The advantages are linear in the values: averaging values over draws averages the advantages.
-    draws = args.num_advantage_samples if args.thompson else 1
-    values = 0.0
-    for _ in range(draws):
-        masks = sample_posterior(args=args, device=device, mean=not args.thompson)
-        values += torch.cat([infer(agent, frames, masks, args)[1] for frames in (obs, others)]) / draws
+    masks = sample_posterior(args=args, device=device, mean=not args.thompson)
+    values = torch.cat([infer(agent, frames, masks, args)[1] for frames in (obs, others)])
     values = values.cpu().numpy()
     values, other_values = values[: len(obs)].reshape(steps, n), values[len(obs) :]
     next_values = np.concatenate([values[1:], other_values[None, :n]])
@@ -819,7 +810,7 @@ def parse_args() -> Args:
     except TypeError as error:
         fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
     args = tyro.cli(Args, default=of_run)
-    free = "total_timesteps checkpoint_every save_model cuda compile mixed_precision track".split()
+    free = "total_timesteps checkpoint_every cuda compile mixed_precision track".split()
     for name, value in settings(of_run).items():
         if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
             fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
@@ -894,10 +885,9 @@ def train(args: Args) -> Path:
             writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args)
-            if iteration == args.num_iterations or signals or iteration % args.checkpoint_every == 0:
+            if iteration == args.num_iterations or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-                if args.save_model:
-                    save_policy(run_dir / "policy.pt", agent, args)
+                save_policy(run_dir / "policy.pt", agent, args)
             if signals:
                 print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
                 sys.exit(128 + signals[0])

@@ -103,8 +103,6 @@ class Args:
     """units in each of the two hidden layers"""
     dropout_rate: float = 0.035
     """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
-    num_advantage_samples: int = 1
-    """draws of the critic that the advantages are averaged over"""
     spectral_norm: bool = True
     """divide the hidden layers by their spectral norm (ablation: --no-spectral-norm)"""
     thompson: bool = True
@@ -119,15 +117,11 @@ class Args:
     """use a GPU when there is one"""
     compile: bool = True
     """compile the update with torch.compile when a C++ compiler is installed"""
-    checkpoint_every: int = 10
-    """iterations between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
+    checkpoint_every: int = 20_480
+    """environment steps between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
     resume: Path | None = None
     """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
     do not touch the learning may be given beside it"""
-    save_model: bool = True
-    """write the policy to runs/<run>/policy.pt with each checkpoint, for enjoy.py"""
-    eval_episodes: int = 0
-    """episodes to evaluate the posterior mean on at the end, without noise, as eval/episodic_return"""
     capture_video: bool = False
     """film some episodes of the first environment into runs/<run>/videos"""
     track: bool = False
@@ -152,9 +146,8 @@ class Args:
                     fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
 
         check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
-        check(lambda x: x >= 1, "num_advantage_samples", "at least 1")
         check(lambda x: x >= 1, "checkpoint_every", "at least 1")
-        check(lambda x: x >= 0, "seed eval_episodes", "at least 0")
+        check(lambda x: x >= 0, "seed", "at least 0")
         check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
         check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
         check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
@@ -505,12 +498,8 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     obs = rollout.obs.reshape(args.batch_size, -1)
     states = np.concatenate([obs, rollout.next_obs[jumps]])
     layers = arrays(agent.critic)
-    # The advantages are linear in the values: averaging values over draws averages the advantages.
-    draws = args.num_advantage_samples if args.thompson else 1
-    values = 0.0
-    for _ in range(draws):
-        masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device="cpu").numpy()
-        values += forward(layers, states, masks)[:, 0] / draws
+    masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device="cpu").numpy()
+    values = forward(layers, states, masks)[:, 0]
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
@@ -648,24 +637,6 @@ def not_finite(rollout: Rollout, stats: list) -> str | None:
     if torch.stack([x["grad_norm"] for x in stats]).isfinite().all():
         return None
     return next(name for x in stats for name, value in x.items() if not value.isfinite())
-
-
-def evaluate(agent: Agent, envs: Envs, args: Args) -> list:
-    """Returns of episodes of the posterior mean without noise, with the observation statistics as they are."""
-    layers, returns, stats = arrays(agent.actor), [], envs.obs_stats
-    env = make_env(args.env_id)
-    for episode in range(args.eval_episodes):
-        raw, _ = env.reset(seed=args.seed if episode == 0 else None)
-        returns.append(0.0)
-        ended = False
-        while not ended:
-            obs = np.clip((raw - stats.mean) / stats.std, -10.0, 10.0) if args.norm_obs else raw
-            action = forward(layers, obs[None].astype(np.float32))[0].clip(envs.low, envs.high)
-            raw, reward, terminated, truncated, _ = env.step(action.reshape(env.action_space.shape))
-            returns[-1] += float(reward)
-            ended = terminated or truncated
-    env.close()
-    return returns
 
 
 # ------------------------------------------------------------------------------------------------ files of a run
@@ -880,7 +851,7 @@ def parse_args() -> Args:
     except TypeError as error:
         fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
     args = tyro.cli(Args, default=of_run)
-    free = "total_timesteps checkpoint_every save_model eval_episodes capture_video cuda compile track".split()
+    free = "total_timesteps checkpoint_every capture_video cuda compile track".split()
     for name, value in settings(of_run).items():
         if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
             fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
@@ -945,19 +916,14 @@ def train(args: Args) -> Path:
                 writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
                 detailed = last or iteration % (10 * log_every) == 0
                 log(writer, envs.global_step, agent, est, stats, args, detailed)
-            if last or signals or iteration % args.checkpoint_every == 0:
+            if last or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-                if args.save_model:
-                    save_policy(run_dir / "policy.pt", agent, envs, args)
+                save_policy(run_dir / "policy.pt", agent, envs, args)
             if signals:
                 print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
                 sys.exit(128 + signals[0])
 
         progress.bar.close()
-        if args.eval_episodes:
-            returns = evaluate(agent, envs, args)
-            writer.add_scalar("eval/episodic_return", np.mean(returns), envs.global_step)
-            print(f"{run_dir}: mean return of {len(returns)} episodes of the posterior mean {np.mean(returns):.2f}")
         envs.close()
         writer.close()
     if args.track:

@@ -18,10 +18,10 @@ from conftest import ROOT, SCRIPTS, load, run, run_dir, scalars
 SMALL = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
 # What each script is killed on: the tasks whose simulator cannot be restored from its state alone come first.
 KILLED = {
-    "vsop_continuous": ("Humanoid-v4", *SMALL, "--total-timesteps", 128 * 70, "--checkpoint-every", 3),
-    "a3c_continuous": ("Ant-v4", "--no-compile", "--total-timesteps", 5 * 1200, "--checkpoint-every", 50),
-    "ppo_continuous": ("Reacher-v4", *SMALL, "--num-envs", 2, "--total-timesteps", 256 * 110, "--checkpoint-every", 4),
-    "vsppo_continuous": ("Hopper-v4", *SMALL, "--total-timesteps", 128 * 120, "--checkpoint-every", 1),
+    "vsop_continuous": ("Humanoid-v4", *SMALL, "--total-timesteps", 128 * 70, "--checkpoint-every", 384),
+    "a3c_continuous": ("Ant-v4", "--no-compile", "--total-timesteps", 5 * 1200, "--checkpoint-every", 250),
+    "ppo_continuous": ("Reacher-v4", *SMALL, "--num-envs", 2, "--total-timesteps", 256 * 110, "--checkpoint-every", 1024),
+    "vsppo_continuous": ("Hopper-v4", *SMALL, "--total-timesteps", 128 * 120, "--checkpoint-every", 128),
     "rmpg_continuous": (
         "HalfCheetah-v4",
         *SMALL,
@@ -30,7 +30,7 @@ KILLED = {
         "--total-timesteps",
         128 * 120,
         "--checkpoint-every",
-        2,
+        256,
     ),
 }
 
@@ -112,7 +112,7 @@ def test_kills_change_nothing(name, kills, tmp_path):
 
 
 def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
-    options = ("--env-id", "Walker2d-v4", *SMALL[:-1], "--checkpoint-every", 5, "--total-timesteps", 128 * 40)
+    options = ("--env-id", "Walker2d-v4", *SMALL[:-1], "--checkpoint-every", 640, "--total-timesteps", 128 * 40)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
@@ -132,7 +132,7 @@ def torch_step(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint(number, tmp_path):
-    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 1000, "--total-timesteps", 100_000)
+    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 128_000, "--total-timesteps", 100_000)
     process = start("vsop_continuous", *options, cwd=tmp_path)
     wait_for(lambda: events(tmp_path), process)
     time.sleep(1.0)
@@ -265,7 +265,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     whole, full = tmp_path / "whole", tmp_path / "full"
     whole.mkdir()
     full.mkdir()
-    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 5, "--total-timesteps", 128 * 60)
+    options = ("--env-id", "Hopper-v4", *SMALL, "--checkpoint-every", 640, "--total-timesteps", 128 * 60)
     assert run("vsop_continuous", *options, cwd=whole).returncode == 0
     process = start("vsop_continuous", *options, cwd=full)
     wait_for(lambda: list(full.glob("runs/*/checkpoint.pt")), process)
@@ -325,7 +325,7 @@ gym.register("Broken-v0", Broken)
 ])  # fmt: skip
 def test_what_is_not_finite_stops_the_run(obs, reward, expected, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN_TASK.replace("BAD", obs).replace("REWARD", reward))
-    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280, "--checkpoint-every", 1)
+    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280, "--checkpoint-every", 128)
     done = run("vsop_continuous", *options, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     path = run_dir(tmp_path).relative_to(tmp_path) / "checkpoint.pt"
@@ -384,16 +384,3 @@ def test_a_tracked_run_goes_on_as_the_same_wandb_run(copied, tmp_path):
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith(f"-{copied.name}")
-
-
-def test_evaluation_at_the_end(tmp_path):
-    options = ("--env-id", "Hopper-v4", *SMALL, "--total-timesteps", 512, "--eval-episodes", 3)
-    done = run("a3c_continuous", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    printed = float(re.search(r"mean return of 3 episodes of the posterior mean (-?[\d.]+)", done.stdout)[1])
-    ((step, logged),) = scalars(tmp_path)[0]["eval/episodic_return"]
-    assert step == 512 and logged == pytest.approx(printed, abs=0.01)
-    shown = subprocess.run(
-        [sys.executable, ROOT / "enjoy.py", run_dir(tmp_path), "--episodes", "3"], capture_output=True, text=True
-    )
-    assert f"mean {printed:.2f}," in shown.stdout

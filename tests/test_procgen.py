@@ -182,21 +182,6 @@ def test_each_step_and_environment_has_its_own_draw_and_the_test_has_none(vsop, 
     assert all((x == 1).all() for masks in used for x in masks)
 
 
-def test_advantages_are_averaged_over_draws(vsop):
-    args, envs, agent = make(vsop, num_advantage_samples=100, num_steps=1, dropout_rate=0.1)
-    rollout = collect(vsop, args, envs, agent)
-
-    def values():
-        torch.manual_seed(1)
-        return vsop.estimate(agent, rollout, envs, args, CPU).values
-
-    many = values()
-    args.thompson = False
-    mean = values()
-    args.thompson, args.num_advantage_samples = True, 1
-    assert np.abs(many - mean).max() < 0.3 * np.abs(values() - mean).max()
-
-
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_advantages_against_the_sum_of_residuals(script, bootstrap):
     settings = {} if script.__name__ == "ppo_procgen" else dict(thompson=False)
