@@ -188,38 +188,28 @@ def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
 
 
 class RunningStats:
-    """Mean and variance of all that was ever passed to `update`, by Welford's method for batches."""
+    """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
-    def __init__(self, shape=()):
-        self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
+    def __init__(self, zero):
+        self.count, self.mean, self.m2 = 0, zero, zero
 
     def update(self, x):
-        """Returns x less the new mean."""
-        self.count += len(x)
+        self.count += 1
         delta = x - self.mean
-        self.mean += np.add.reduce(delta) / self.count
-        centered = x - self.mean
-        self.m2 += np.add.reduce(delta * centered)
-        return centered
-
-    def update_in_turn(self, xs):
-        """As `update` of each row of `xs`, one after the other; returns the standard deviation after each."""
-        counts = self.count + xs.shape[1] * np.arange(1, len(xs) + 1)
-        deltas = xs - self.mean
-        sums, squares = np.cumsum(deltas.sum(1)), np.cumsum((deltas**2).sum(1))
-        m2 = np.maximum(self.m2 + squares - sums**2 / counts, 0.0)
-        self.count, self.mean, self.m2 = int(counts[-1]), self.mean + sums[-1] / counts[-1], m2[-1]
-        return np.sqrt(m2 / counts + 1e-8)
+        self.mean = self.mean + delta / self.count
+        self.m2 = self.m2 + delta * (x - self.mean)
 
     @property
     def std(self):
-        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
+        return (self.m2 / max(self.count, 1) + 1e-8) ** 0.5
 
     def state_dict(self):
-        return dict(count=self.count, mean=torch.tensor(self.mean), m2=torch.tensor(self.m2))
+        mean, m2 = (torch.tensor(x, dtype=torch.float64) for x in (self.mean, self.m2))
+        return dict(count=self.count, mean=mean, m2=m2)
 
     def load_state_dict(self, state):
-        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
+        mean, m2 = (x.numpy() if x.ndim else x.item() for x in (state["mean"], state["m2"]))
+        self.count, self.mean, self.m2 = state["count"], mean, m2
 
 
 class Envs:
@@ -237,29 +227,29 @@ class Envs:
         self.action_dim = math.prod(self.action_space.shape)
         self.action_shape = (self.num_envs, *self.action_space.shape)
         self.low, self.high = (x.reshape(-1) for x in (self.action_space.low, self.action_space.high))
-        self.obs_stats, self.return_stats = RunningStats(self.obs_dim), RunningStats()
+        self.obs_stats, self.return_stats = RunningStats(np.zeros(self.obs_dim)), RunningStats(0.0)
         self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
         self.global_step = 0
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
         self.starts = [args.seed + i for i in range(self.num_envs)]  # seed, or state of the generator before the reset
         self.taken = [[] for _ in self.envs]  # the actions since: what it takes to play an episode again
         self.raw = np.array([env.reset(seed=seed)[0] for env, seed in zip(self.envs, self.starts)])
-        self.obs = self.normalize_obs(self.raw)  # what the policy acts on next
+        self.obs = np.array([self.normalize(x) for x in self.raw])  # what the policy acts on next
 
-    def normalize_obs(self, raw):
+    def normalize(self, raw):
         if not self.args.norm_obs:
             return raw.astype(np.float32)
-        normal = self.obs_stats.update(raw) / self.obs_stats.std
-        return np.minimum(np.maximum(normal, -10.0), 10.0).astype(np.float32)
+        self.obs_stats.update(raw)
+        return ((raw - self.obs_stats.mean) / self.obs_stats.std).clip(-10.0, 10.0).astype(np.float32)
 
     def step(self, actions):
         """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
-        actions = np.minimum(np.maximum(actions, self.low), self.high).reshape(self.action_shape)
+        actions = actions.clip(self.low, self.high).reshape(self.action_shape)
         results = [env.step(action) for env, action in zip(self.envs, actions)]
         raw, rewards, terminated, truncated, _ = zip(*results)
         self.global_step += self.num_envs
         self.raw = np.array(raw)
-        self.obs = next_obs = self.normalize_obs(self.raw)
+        self.obs = next_obs = np.array([self.normalize(x) for x in self.raw])
         for taken, action in zip(self.taken, actions):
             taken.append(action)
         if any(terminated) or any(truncated):
@@ -272,30 +262,30 @@ class Envs:
             self.starts[i] = self.envs[i].unwrapped.np_random.bit_generator.state
             self.taken[i] = []
             self.raw[i], _ = self.envs[i].reset()
-        self.obs[ended] = self.normalize_obs(self.raw[ended])
+            self.obs[i] = self.normalize(self.raw[i])
 
-    def score(self, rewards, ends):
-        """Takes note of the episodes that ended in a rollout and returns its rewards, each scaled by the statistics up
-        to it. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
-        discounted_returns = np.empty_like(rewards)
-        for i in range(self.num_envs):
-            episode_return, length, discounted = self.episodes[i]
-            column, step = [], self.global_step - rewards.size
-            for reward, end in zip(rewards[:, i].tolist(), ends[:, i].tolist()):
-                step += self.num_envs
+    def score(self, rewards, terminated, truncated):
+        """Divides each reward by the running standard deviation of the discounted return, and records the episodes that
+        ended. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
+        ends = terminated | truncated
+        # The authors' code treats a time limit as terminal for values, but not for the scale of rewards.
+        restarts = ends if self.args.bootstrap_truncated else terminated
+        scales, step = np.empty((len(rewards), 1)), self.global_step - rewards.size
+        for t in range(len(rewards)):
+            step += self.num_envs
+            for i, reward in enumerate(rewards[t].tolist()):
+                episode_return, length, discounted = self.episodes[i]
                 episode_return, length = episode_return + reward, length + 1
                 discounted = discounted * self.args.gamma + reward
-                column.append(discounted)
-                if end:
+                self.return_stats.update(discounted)
+                if ends[t, i]:
                     self.finished.append((step, episode_return, length))
-                    episode_return, length, discounted = 0.0, 0, 0.0
-            self.episodes[i] = episode_return, length, discounted
-            discounted_returns[:, i] = column
-        self.finished.sort()
-        if not self.args.norm_reward:
-            return rewards
-        scaled = rewards / self.return_stats.update_in_turn(discounted_returns)[:, None]
-        return np.minimum(np.maximum(scaled, -10.0), 10.0)
+                    episode_return, length = 0.0, 0
+                if restarts[t, i]:
+                    discounted = 0.0
+                self.episodes[i] = episode_return, length, discounted
+            scales[t] = self.return_stats.std
+        return (rewards / scales).clip(-10.0, 10.0) if self.args.norm_reward else rewards
 
     def state_dict(self):
         state = {name: getattr(self, name) for name in ("episodes", "global_step", "starts")}
@@ -414,7 +404,7 @@ def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
         actions[t] = forward(layers, envs.obs) + scaled_noise[t]
         next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
     logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-    rewards = envs.score(rewards, terminated | truncated)
+    rewards = envs.score(rewards, terminated, truncated)
     return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
 
 
@@ -423,12 +413,9 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     deltas = rewards + gamma * next_values - values
     decays = gamma * gae_lambda * ~ends
     advantages = np.empty_like(deltas)
-    for i in range(deltas.shape[1]):
-        column, advantage = [], 0.0
-        for delta, decay in zip(deltas[::-1, i].tolist(), decays[::-1, i].tolist()):
-            advantage = delta + decay * advantage
-            column.append(advantage)
-        advantages[::-1, i] = column
+    advantage = np.zeros(deltas.shape[1])
+    for t in reversed(range(len(deltas))):
+        advantage = advantages[t] = deltas[t] + decays[t] * advantage
     return advantages
 
 

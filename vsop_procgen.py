@@ -182,38 +182,28 @@ def make_envs(args, num_levels, seed):
 
 
 class RunningStats:
-    """Mean and variance of all that was ever passed to `update`, by Welford's method for batches."""
+    """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
-    def __init__(self, shape=()):
-        self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
+    def __init__(self, zero):
+        self.count, self.mean, self.m2 = 0, zero, zero
 
     def update(self, x):
-        """Returns x less the new mean."""
-        self.count += len(x)
+        self.count += 1
         delta = x - self.mean
-        self.mean += np.add.reduce(delta) / self.count
-        centered = x - self.mean
-        self.m2 += np.add.reduce(delta * centered)
-        return centered
-
-    def update_in_turn(self, xs):
-        """As `update` of each row of `xs`, one after the other; returns the standard deviation after each."""
-        counts = self.count + xs.shape[1] * np.arange(1, len(xs) + 1)
-        deltas = xs - self.mean
-        sums, squares = np.cumsum(deltas.sum(1)), np.cumsum((deltas**2).sum(1))
-        m2 = np.maximum(self.m2 + squares - sums**2 / counts, 0.0)
-        self.count, self.mean, self.m2 = int(counts[-1]), self.mean + sums[-1] / counts[-1], m2[-1]
-        return np.sqrt(m2 / counts + 1e-8)
+        self.mean = self.mean + delta / self.count
+        self.m2 = self.m2 + delta * (x - self.mean)
 
     @property
     def std(self):
-        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
+        return (self.m2 / max(self.count, 1) + 1e-8) ** 0.5
 
     def state_dict(self):
-        return dict(count=self.count, mean=torch.tensor(self.mean), m2=torch.tensor(self.m2))
+        mean, m2 = (torch.tensor(x, dtype=torch.float64) for x in (self.mean, self.m2))
+        return dict(count=self.count, mean=mean, m2=m2)
 
     def load_state_dict(self, state):
-        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
+        mean, m2 = (x.numpy() if x.ndim else x.item() for x in (state["mean"], state["m2"]))
+        self.count, self.mean, self.m2 = state["count"], mean, m2
 
 
 class Envs:
@@ -225,7 +215,7 @@ class Envs:
         self.args, self.num_envs = args, args.num_envs
         self.pool = make_envs(args, num_levels, seed)
         self.num_actions = int(self.pool.action_space.n)
-        self.return_stats = RunningStats()
+        self.return_stats = RunningStats(0.0)
         self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
         self.global_step = 0
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
@@ -242,28 +232,28 @@ class Envs:
             self.obs[ended], _ = self.pool.reset(ended.astype(np.int32))
         return next_obs, rewards, terminated, truncated
 
-    def score(self, rewards, ends):
-        """Takes note of the episodes that ended in a rollout and returns its rewards, each scaled by the statistics up
-        to it. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
-        discounted_returns = np.empty_like(rewards)
-        for i in range(self.num_envs):
-            episode_return, length, discounted = self.episodes[i]
-            column, step = [], self.global_step - rewards.size
-            for reward, end in zip(rewards[:, i].tolist(), ends[:, i].tolist()):
-                step += self.num_envs
+    def score(self, rewards, terminated, truncated):
+        """Divides each reward by the running standard deviation of the discounted return, and records the episodes that
+        ended. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
+        ends = terminated | truncated
+        # The authors' code treats a time limit as terminal for values, but not for the scale of rewards.
+        restarts = ends if self.args.bootstrap_truncated else terminated
+        scales, step = np.empty((len(rewards), 1)), self.global_step - rewards.size
+        for t in range(len(rewards)):
+            step += self.num_envs
+            for i, reward in enumerate(rewards[t].tolist()):
+                episode_return, length, discounted = self.episodes[i]
                 episode_return, length = episode_return + reward, length + 1
                 discounted = discounted * self.args.gamma + reward
-                column.append(discounted)
-                if end:
+                self.return_stats.update(discounted)
+                if ends[t, i]:
                     self.finished.append((step, episode_return, length))
-                    episode_return, length, discounted = 0.0, 0, 0.0
-            self.episodes[i] = episode_return, length, discounted
-            discounted_returns[:, i] = column
-        self.finished.sort()
-        if not self.args.norm_reward:
-            return rewards
-        scaled = rewards / self.return_stats.update_in_turn(discounted_returns)[:, None]
-        return np.minimum(np.maximum(scaled, -10.0), 10.0)
+                    episode_return, length = 0.0, 0
+                if restarts[t, i]:
+                    discounted = 0.0
+                self.episodes[i] = episode_return, length, discounted
+            scales[t] = self.return_stats.std
+        return (rewards / scales).clip(-10.0, 10.0) if self.args.norm_reward else rewards
 
     def state_dict(self):
         return dict(global_step=self.global_step, return_stats=self.return_stats.state_dict())
@@ -406,7 +396,7 @@ def collect(envs: Envs, test_envs: Envs, agent: Agent, args: Args, device: torch
     actions = np.empty((2, steps, n), dtype=np.int32)
     logprobs, rewards = np.empty((2, steps, n))
     test_rewards = np.empty((steps, n))
-    terminated, truncated, test_ends = np.empty((3, steps, n), dtype=bool)
+    (terminated, truncated), test_ends = np.empty((2, 2, steps, n), dtype=bool)
     final_obs = {}
     mean = sample_posterior(n, args=args, device=device, mean=True)
     for t in range(steps):
@@ -422,10 +412,9 @@ def collect(envs: Envs, test_envs: Envs, agent: Agent, args: Args, device: torch
         next_obs, rewards[t], terminated[t], truncated[t] = envs.step(actions[0, t])  # lines 7 and 8
         for i in np.flatnonzero(truncated[t]) if args.bootstrap_truncated else ():
             final_obs[t, i] = next_obs[i]
-        _, test_rewards[t], *ends = test_envs.step(actions[1, t])
-        test_ends[t] = np.logical_or(*ends)
-    rewards = envs.score(rewards, terminated | truncated)
-    test_envs.score(test_rewards, test_ends)
+        _, test_rewards[t], *test_ends[:, t] = test_envs.step(actions[1, t])
+    rewards = envs.score(rewards, terminated, truncated)
+    test_envs.score(test_rewards, *test_ends)
     return Rollout(obs, actions[0], logprobs, rewards, final_obs, terminated, truncated)
 
 
@@ -434,12 +423,9 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     deltas = rewards + gamma * next_values - values
     decays = gamma * gae_lambda * ~ends
     advantages = np.empty_like(deltas)
-    for i in range(deltas.shape[1]):
-        column, advantage = [], 0.0
-        for delta, decay in zip(deltas[::-1, i].tolist(), decays[::-1, i].tolist()):
-            advantage = delta + decay * advantage
-            column.append(advantage)
-        advantages[::-1, i] = column
+    advantage = np.zeros(deltas.shape[1])
+    for t in reversed(range(len(deltas))):
+        advantage = advantages[t] = deltas[t] + decays[t] * advantage
     return advantages
 
 
@@ -885,7 +871,11 @@ def train(args: Args) -> Path:
             writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
             log(writer, envs.global_step, agent, est, stats, args)
-            if iteration == args.num_iterations or signals or envs.global_step % args.checkpoint_every < args.batch_size:
+            if (
+                iteration == args.num_iterations
+                or signals
+                or envs.global_step % args.checkpoint_every < args.batch_size
+            ):
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
                 save_policy(run_dir / "policy.pt", agent, args)
             if signals:

@@ -20,7 +20,16 @@ SMALL = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --width 16 --no-c
 KILLED = {
     "vsop_continuous": ("Humanoid-v4", *SMALL, "--total-timesteps", 128 * 70, "--checkpoint-every", 384),
     "a3c_continuous": ("Ant-v4", "--no-compile", "--total-timesteps", 5 * 1200, "--checkpoint-every", 250),
-    "ppo_continuous": ("Reacher-v4", *SMALL, "--num-envs", 2, "--total-timesteps", 256 * 110, "--checkpoint-every", 1024),
+    "ppo_continuous": (
+        "Reacher-v4",
+        *SMALL,
+        "--num-envs",
+        2,
+        "--total-timesteps",
+        256 * 110,
+        "--checkpoint-every",
+        1024,
+    ),
     "vsppo_continuous": ("Hopper-v4", *SMALL, "--total-timesteps", 128 * 120, "--checkpoint-every", 128),
     "rmpg_continuous": (
         "HalfCheetah-v4",
@@ -367,7 +376,7 @@ def test_environments_are_restored_exactly(script, task, tmp_path):
     actions = rng.normal(size=(300, 2, envs.action_dim)).astype(np.float32)
     for action in actions[:137]:
         envs.step(action)
-    envs.score(rng.normal(size=(137, 2)), np.zeros((137, 2), dtype=bool))
+    envs.score(rng.normal(size=(137, 2)), *np.zeros((2, 137, 2), dtype=bool))
     torch.save(envs.state_dict(), tmp_path / "envs.pt")
     twin = script.Envs(args, tmp_path)
     twin.load_state_dict(torch.load(tmp_path / "envs.pt", weights_only=True))

@@ -48,28 +48,14 @@ def make(script, tmp_path, **settings):
 
 
 def test_running_stats_are_numpys_over_the_whole_history(script):
-    rng = np.random.default_rng(0)
-    stats, history = script.RunningStats(4), []
-    for size in (1, 1, 3, 256, 1, 17):
-        x = rng.normal(100.0, 3.0, size=(size, 4))
-        history.append(x)
-        stats.update(x)
-        everything = np.concatenate(history)
-        np.testing.assert_allclose(stats.mean, everything.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(stats.std, np.sqrt(everything.var(0) + 1e-8), rtol=1e-9)
-
-
-def test_running_stats_of_a_whole_rollout_are_those_of_its_steps(script):
-    rng = np.random.default_rng(0)
-    at_once, one_by_one = script.RunningStats(), script.RunningStats()
-    for size in (1, 5, 300):
-        xs = rng.normal(1000.0, 3.0, size=(size, 4))
-        expected = []
-        for x in xs:
-            one_by_one.update(x)
-            expected.append(one_by_one.std)
-        np.testing.assert_allclose(at_once.update_in_turn(xs), expected, rtol=1e-6)
-        np.testing.assert_allclose((at_once.count, at_once.mean), (one_by_one.count, one_by_one.mean))
+    xs = np.random.default_rng(0).normal(1000.0, 3.0, size=(300, 4))
+    vectors, numbers = script.RunningStats(np.zeros(4)), script.RunningStats(0.0)
+    for t, x in enumerate(xs, start=1):
+        vectors.update(x)
+        numbers.update(float(x[0]))
+        np.testing.assert_allclose(vectors.mean, xs[:t].mean(0), rtol=1e-12)
+        np.testing.assert_allclose(vectors.std, np.sqrt(xs[:t].var(0) + 1e-8), rtol=1e-9)
+        assert (numbers.mean, numbers.std) == pytest.approx((vectors.mean[0], vectors.std[0]), rel=1e-12)
 
 
 def test_rollout_has_same_step_resets_and_no_bogus_transition(script, tmp_path):
@@ -123,8 +109,10 @@ def test_observations_are_normalized_by_all_that_was_seen_so_far(script, tmp_pat
             seen.append(np.array([episode, t], dtype=float))
 
 
-def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(script, tmp_path):
-    args, envs, agent = make(script, tmp_path, gamma=0.9)
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(script, tmp_path, bootstrap):
+    """The return restarts at every end, or, like Gymnasium's NormalizeReward, only at a true end."""
+    args, envs, agent = make(script, tmp_path, gamma=0.9, bootstrap_truncated=bootstrap)
     rollout = script.collect(envs, agent, args)
     returns, running = [], 0.0
     for step in range(24):
@@ -132,7 +120,7 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(script, t
         returns.append(running)
         expected = np.clip((step + 1) / np.sqrt(np.var(returns) + 1e-8), -10, 10)
         assert rollout.rewards[step, 0] == pytest.approx(expected, rel=1e-6)
-        if rollout.terminated[step, 0] or rollout.truncated[step, 0]:
+        if rollout.terminated[step, 0] or (rollout.truncated[step, 0] and bootstrap):
             running = 0.0
     assert rollout.rewards[0, 0] == 10.0  # clipped
     assert envs.finished[0][1] == 15.0  # logged returns are of the task's own reward
