@@ -346,6 +346,13 @@ class SpectralLinear(nn.Linear):
         self.v.copy_(F.normalize(self.weight.T @ self.u, dim=0))
         self.u.copy_(F.normalize(self.weight @ self.v, dim=0))
 
+    @torch.no_grad()
+    def converge(self):
+        """Moves u and v to the limit of power iteration: the leading singular vectors."""
+        left, _, right = torch.linalg.svd(self.weight, full_matrices=False)
+        self.u.copy_(left[:, 0])
+        self.v.copy_(right[0])
+
     def sigma(self):
         return self.u @ self.weight @ self.v
 
@@ -380,10 +387,14 @@ class MLP(nn.Module):
         return self.out(x)
 
     def folded(self):
-        """(weight, bias) of each layer, the spectral norm divided out."""
+        """(weight, bias) of each layer, divided by its spectral norm. One power iteration per gradient lags behind:
+        they converge here, so that the layers that act have a norm of 1."""
         for layer in (*self.hidden, self.out):
-            sigma = layer.sigma().detach() if isinstance(layer, SpectralLinear) else 1.0
-            yield layer.weight.detach() / sigma, layer.bias.detach()
+            if isinstance(layer, SpectralLinear):
+                layer.converge()
+                yield layer.weight.detach() / layer.sigma().detach(), layer.bias.detach()
+            else:
+                yield layer.weight.detach(), layer.bias.detach()
 
 
 class Agent(nn.Module):
@@ -396,8 +407,7 @@ class Agent(nn.Module):
         if not torch.isfinite(self.high - self.low).all():
             fail(f"{args.env_id} has unbounded actions, and RMPG integrates over all of them")
         self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
-        for _ in range(10):
-            self.power_iteration()
+        self.power_iteration()  # one is exact for orthogonal weights
 
     def power_iteration(self):
         for module in self.modules():
@@ -405,10 +415,10 @@ class Agent(nn.Module):
                 module.power_iteration()
 
 
-def action_values(critic: MLP, obs, actions, masks):
+def action_values(layers: list, obs, actions, masks):
     """q(s, a) for `actions` of shape (states, K, action_dim). The state's part of the first layer is computed once, not
     K times, masks go into the weights behind them, and a few states at a time keep the hidden layers in the cache."""
-    (weight, bias), (weight_2, bias_2), (weight_out, bias_out) = critic.folded()
+    (weight, bias), (weight_2, bias_2), (weight_out, bias_out) = layers
     of_obs, of_action = weight.split([obs.shape[-1], actions.shape[-1]], dim=-1)
     weight_2, weight_out = weight_2 * masks[0], weight_out * masks[1]
     values = []
@@ -505,8 +515,9 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     uniform = agent.low + (agent.high - agent.low) * torch.rand(len(obs), *shape[1:], device=device)
     masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device=device)
     sampled = means + agent.log_std.exp() * torch.randn(shape, device=device)
-    values = action_values(agent.critic, states, sampled, masks).mean(1)
-    h_plus = (action_values(agent.critic, obs, uniform, masks) - values[: len(obs), None]).relu_()
+    layers = list(agent.critic.folded())
+    values = action_values(layers, states, sampled, masks).mean(1)
+    h_plus = (action_values(layers, obs, uniform, masks) - values[: len(obs), None]).relu_()
     values = values.cpu().numpy()
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])

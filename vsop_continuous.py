@@ -347,6 +347,13 @@ class SpectralLinear(nn.Linear):
         self.v.copy_(F.normalize(self.weight.T @ self.u, dim=0))
         self.u.copy_(F.normalize(self.weight @ self.v, dim=0))
 
+    @torch.no_grad()
+    def converge(self):
+        """Moves u and v to the limit of power iteration: the leading singular vectors."""
+        left, _, right = torch.linalg.svd(self.weight, full_matrices=False)
+        self.u.copy_(left[:, 0])
+        self.v.copy_(right[0])
+
     def sigma(self):
         return self.u @ self.weight @ self.v
 
@@ -381,10 +388,14 @@ class MLP(nn.Module):
         return self.out(x)
 
     def folded(self):
-        """(weight, bias) of each layer, the spectral norm divided out."""
+        """(weight, bias) of each layer, divided by its spectral norm. One power iteration per gradient lags behind:
+        they converge here, so that the layers that act have a norm of 1."""
         for layer in (*self.hidden, self.out):
-            sigma = layer.sigma().detach() if isinstance(layer, SpectralLinear) else 1.0
-            yield layer.weight.detach() / sigma, layer.bias.detach()
+            if isinstance(layer, SpectralLinear):
+                layer.converge()
+                yield layer.weight.detach() / layer.sigma().detach(), layer.bias.detach()
+            else:
+                yield layer.weight.detach(), layer.bias.detach()
 
 
 class Agent(nn.Module):
@@ -393,8 +404,7 @@ class Agent(nn.Module):
         self.actor = MLP(envs.obs_dim, envs.action_dim, 0.01, args)
         self.critic = MLP(envs.obs_dim, 1, 1.0, args)
         self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
-        for _ in range(10):
-            self.power_iteration()
+        self.power_iteration()  # one is exact for orthogonal weights
 
     def power_iteration(self):
         for module in self.modules():

@@ -100,7 +100,7 @@ class Args:
     """clip the norm of the gradient to this"""
     ent_coef: float = 1e-5
     """coefficient of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: float = 0.25
     """coefficient of the critic's squared error"""
     dropout_rate: float = 0.075
     """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
@@ -289,6 +289,13 @@ class SpectralLinear(nn.Linear):
         self.v.copy_(F.normalize(self.weight.T @ self.u, dim=0))
         self.u.copy_(F.normalize(self.weight @ self.v, dim=0))
 
+    @torch.no_grad()
+    def converge(self):
+        """Moves u and v to the limit of power iteration: the leading singular vectors."""
+        left, _, right = torch.linalg.svd(self.weight, full_matrices=False)
+        self.u.copy_(left[:, 0])
+        self.v.copy_(right[0])
+
     def sigma(self):
         return self.u @ self.weight @ self.v
 
@@ -330,8 +337,6 @@ class Agent(nn.Module):
         self.actor = init_layer(nn.Linear(WIDTH, envs.num_actions), 0.01)
         self.critic = init_layer(nn.Linear(WIDTH, 1), 1.0)
         self.to(memory_format=torch.channels_last)  # on CPU twice as fast to train and three times to act
-        for _ in range(10):
-            self.power_iteration()
 
     def forward(self, frames, masks=(1.0, 1.0)):
         """Logits and values of frames as EnvPool gives them: bytes, channels last."""
@@ -344,6 +349,11 @@ class Agent(nn.Module):
         for module in self.modules():
             if isinstance(module, SpectralLinear):
                 module.power_iteration()
+
+    def converge(self):
+        for module in self.modules():
+            if isinstance(module, SpectralLinear):
+                module.converge()
 
 
 def sample_posterior(*shape, args, device, mean=False):
@@ -393,6 +403,7 @@ def collect(envs: Envs, test_envs: Envs, agent: Agent, args: Args, device: torch
     """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the weights. The posterior mean
     plays the test levels beside it, in the same batches. Writes observations into `obs`, bytes all the time."""
     steps, n = args.num_steps, args.num_envs
+    agent.converge()  # one iteration per gradient lags behind; the layers that act have a spectral norm of 1
     actions = np.empty((2, steps, n), dtype=np.int32)
     logprobs, rewards = np.empty((2, steps, n))
     test_rewards = np.empty((steps, n))
@@ -602,6 +613,7 @@ def write(path: Path, content: dict):
 @torch.no_grad()
 def save_policy(path: Path, agent: Agent, args: Args):
     """All it takes to act: the weights with the spectral norm folded in."""
+    agent.converge()  # as the next rollout would
     weights = {name: x.cpu().clone() for name, x in agent.state_dict().items() if name not in ("hidden.u", "hidden.v")}
     if args.spectral_norm:
         weights["hidden.weight"] /= agent.hidden.sigma().cpu()

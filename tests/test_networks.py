@@ -1,6 +1,7 @@
 """Spectral norm, masks, initialization, and the numpy twin of the actor."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def test_rows_of_a_batch_share_the_mask(bayesian):
     state = torch.randn(5).expand(64, 5)
     masks = bayesian.sample_masks(2, args.width, p=0.5, device="cpu")
     out = agent.actor(state, masks)
-    assert (out == out[0]).all()
+    torch.testing.assert_close(out, out[:1].expand_as(out))
     assert not torch.equal(out[0], agent.actor(state, bayesian.sample_masks(2, args.width, p=0.5, device="cpu"))[0])
 
 
@@ -119,3 +120,25 @@ def test_numpy_actor_is_the_torch_actor(script):
         sampled = agent.actor(obs, masks).detach().numpy()
         np.testing.assert_allclose(script.forward(layers, obs.numpy(), masks.numpy()), sampled, atol=1e-5)
         assert np.abs(sampled - mean).max() > 1e-3
+
+
+def test_layers_that_act_have_a_spectral_norm_of_one(bayesian, monkeypatch):
+    """By SVD at the moment of acting. The singular values are close to each other, as in a trained network, and u and v
+    come from other weights: hundreds of power iterations would not be enough."""
+    args, agent = small_agent(bayesian, width=64, num_steps=4, total_timesteps=4)
+    for layer in hidden_layers(agent):
+        torch.nn.init.orthogonal_(layer.weight, 2**0.5)
+        layer.weight.data += 1e-3 * torch.randn_like(layer.weight)
+    envs = SimpleNamespace(obs_dim=5, action_dim=3, obs=np.zeros((1, 5), dtype=np.float32))
+    envs.step = lambda actions: (envs.obs, [0.0], [False], [False])
+    envs.score = lambda rewards, *ends: rewards
+    original, norms = bayesian.forward, []
+
+    def forward(layers, *inputs):
+        norms.extend(np.linalg.norm(weight, 2) for weight, _ in layers[:2])
+        return original(layers, *inputs)
+
+    monkeypatch.setattr(bayesian, "forward", forward)
+    bayesian.collect(envs, agent, args)
+    assert len(norms) == 8
+    np.testing.assert_allclose(norms, 1.0, atol=1e-3)
