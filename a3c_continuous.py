@@ -28,7 +28,6 @@ import fcntl
 import io
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -50,6 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.func import functional_call, grad
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -99,8 +99,8 @@ class Args:
     """divide rewards by the running standard deviation of the discounted return"""
     bootstrap_truncated: bool = True
     """add gamma * v(final observation) at a time limit; --no-bootstrap-truncated takes it for an end, as published"""
-    cuda: bool = True
-    """use a GPU when there is one"""
+    cuda: bool = False
+    """compute gradients on a GPU; acting is always on the CPU, and networks this small rarely gain"""
     compile: bool = True
     """compile the update with torch.compile when a C++ compiler is installed"""
     checkpoint_every: int = 20_480
@@ -351,10 +351,18 @@ class Agent(nn.Module):
         self.critic = MLP(envs.obs_dim, 1, 1.0, args)
         self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
 
+    def forward(self, obs):
+        """Mean and log standard deviation of the actions, and values."""
+        return self.actor(obs), self.log_std, self.critic(obs).squeeze(-1)
 
-def arrays(network: MLP):
-    """(weight transposed, bias) of each layer in numpy, for `forward`."""
-    return [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in network.folded()]
+
+@torch.no_grad()
+def numpy_layers(network: MLP) -> list:
+    """(weight transposed, bias) of each layer in numpy, for `forward`. One copy from the device serves all."""
+    tensors = [x for layer in network.folded() for x in layer]
+    flat = torch.cat([x.flatten() for x in tensors]).cpu()
+    arrays = [part.view(x.shape).numpy().T for part, x in zip(flat.split([x.numel() for x in tensors]), tensors)]
+    return list(zip(arrays[::2], arrays[1::2]))
 
 
 def forward(layers, x):
@@ -385,7 +393,7 @@ class Rollout(NamedTuple):
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Act for num_steps."""
     steps, n = args.num_steps, args.num_envs
-    layers = arrays(agent.actor)
+    layers = numpy_layers(agent.actor)
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -413,122 +421,106 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     return advantages
 
 
-class Estimate(NamedTuple):
-    advantages: np.ndarray
-    values: np.ndarray
-    next_values: np.ndarray
-    batch: tuple  # what minibatches are taken from: tensors with a row per step of the rollout
+class Batch(NamedTuple):
+    """A rollout, or a minibatch of it, as tensors with one row per step."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    next_values: torch.Tensor
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Estimate:
+def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
     """Advantages and targets from the critic as it is before the update."""
     ends = rollout.terminated | rollout.truncated
     jumps = ends.copy()  # where the next state is not the next row
     jumps[-1] = True
     obs = rollout.obs.reshape(args.batch_size, -1)
     states = np.concatenate([obs, rollout.next_obs[jumps]])
-    layers = arrays(agent.critic)
+    layers = numpy_layers(agent.critic)
     values = forward(layers, states)[:, 0]
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
-    numbers = (rollout.logprobs, advantages, advantages + values)
-    columns = (obs, rollout.actions.reshape(args.batch_size, -1), *(x.ravel() for x in numbers))
-    batch = tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in columns)
-    return Estimate(advantages, values, next_values, batch)
+    columns = (rollout.obs, rollout.actions, rollout.logprobs, advantages, advantages + values, values, next_values)
+    return Batch(*(torch.tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in columns))
 
 
-def minibatches(batch: tuple, args: Args):
-    """Of one epoch, in a random order."""
-    if args.num_minibatches == 1:
-        return [batch]
-    order = torch.randperm(args.batch_size, device=batch[0].device)
-    return zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch))
+def minibatches(batch: Batch, args: Args):
+    """Shuffled minibatches for one epoch."""
+    order = torch.randperm(args.batch_size, device=batch.obs.device)
+    for columns in zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch)):
+        yield Batch(*columns)
 
 
 def gaussian_logprob(actions, means, log_std):
     return -(0.5 * ((actions - means) / log_std.exp()) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def loss_function(agent: Agent, minibatch: tuple, args: Args):
+def loss_function(agent: Agent, minibatch: Batch, args: Args):
     """The advantage times the score for the actor, squared error for the critic."""
-    obs, actions, old_logprobs, advantages, returns = minibatch
-    logprobs = gaussian_logprob(actions, agent.actor(obs), agent.log_std)
-    policy_loss = -(advantages * logprobs).mean()
-    value_loss = F.mse_loss(agent.critic(obs).squeeze(-1), returns)
-    entropy = (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    means, log_std, values = agent(minibatch.obs)
+    logprobs = gaussian_logprob(minibatch.actions, means, log_std)
+    policy_loss = -(minibatch.advantages * logprobs).mean()
+    value_loss = F.mse_loss(values, minibatch.returns)
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    logratio = logprobs - old_logprobs
+    logratio = logprobs - minibatch.logprobs
     approx_kl = (logratio.exp() - 1 - logratio).mean()
     return loss, dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, approx_kl=approx_kl)
 
 
-def gradients(agent: Agent, minibatch: tuple, args: Args):
-    """The clipped gradient of a minibatch, by parameter."""
-    with torch.enable_grad():
-        loss, stats = loss_function(agent, minibatch, args)
-        grads = torch.autograd.grad(loss, list(agent.parameters()))
-    stats["grad_norm"] = norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+def gradients(agent: Agent, minibatch: Batch, args: Args):
+    """The clipped gradient of a minibatch, by parameter. This function is compiled."""
+
+    def loss(parameters):
+        return loss_function(lambda *inputs: functional_call(agent, parameters, inputs), minibatch, args)
+
+    grads, stats = grad(loss, has_aux=True)(dict(agent.named_parameters()))
+    stats["grad_norm"] = norm = torch.stack([x.square().sum() for x in grads.values()]).sum().sqrt()
     scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return [grad * scale for grad in grads], {name: x.detach() for name, x in stats.items()}
+    return [x * scale for x in grads.values()], stats
 
 
-class Optimizer(nn.Module):
-    """RMSProp (Hinton, 2012), written out so that it compiles into one function with the gradient."""
-
-    def __init__(self, agent: Agent, args: Args):
-        super().__init__()
-        self.lr = args.learning_rate
-        self.steps = 0
-        self.targets = list(agent.parameters())
-        self.squares = nn.ParameterList(torch.zeros_like(x) for x in self.targets)
-
-    def rates(self) -> torch.Tensor:
-        self.steps += 1
-        return torch.tensor(self.lr, device=self.targets[0].device)
-
-    def step(self, grads: list, rate: torch.Tensor):
-        for x, grad, square in zip(self.targets, grads, self.squares):
-            square.lerp_(grad.square(), 1 - 0.99)
-            x.sub_(rate * grad / (square.sqrt() + 3e-6))
-
-
-def gradient_step(agent: Agent, optimizer: Optimizer, minibatch: tuple, rates, args: Args) -> dict:
-    grads, stats = gradients(agent, minibatch, args)
-    optimizer.step(grads, rates)
-    return stats
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=3e-6, foreach=True)
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: Optimizer, step_function, minibatch: tuple, args: Args) -> dict:
-    return step_function(agent, optimizer, minibatch, optimizer.rates(), args)
+def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: Batch, args: Args) -> dict:
+    grads, stats = gradients(agent, minibatch, args)
+    for parameter, x in zip(optimizer.param_groups[0]["params"], grads):
+        parameter.grad = x
+    optimizer.step()
+    return {name: x.clone() for name, x in stats.items()}  # on a GPU the next call overwrites them
 
 
 # ------------------------------------------------------------------------------------------------ results of a run
 
 
 @torch.no_grad()
-def mechanisms(agent: Agent, est: Estimate, args: Args) -> dict:
+def mechanisms(agent: Agent, batch: Batch, step: int, args: Args) -> dict:
     """What VSOP's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1."""
-    c_pi = np.maximum(args.gamma * est.next_values - est.values, 0.0).mean()
-    return dict(positive_advantages=(est.advantages > 0).mean(), c_pi=c_pi)
+    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
+    return dict(positive_advantages=(batch.advantages > 0).float().mean(), c_pi=c_pi)
 
 
 @torch.no_grad()
-def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: list, args: Args, detailed: bool):
+def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: list, args: Args, detailed: bool):
     for name in stats[0]:
         writer.add_scalar(f"losses/{name}", torch.stack([x[name] for x in stats]).mean().item(), step)
-    spread = (est.advantages + est.values).var()
-    explained = 1 - est.advantages.var() / spread if spread > 0 else math.nan
-    writer.add_scalar("losses/explained_variance", explained, step)
-    for name, value in mechanisms(agent, est, args).items():
-        writer.add_scalar(f"vsop/{name}", value, step)
+    writer.add_scalar("losses/explained_variance", (1 - batch.advantages.var() / batch.returns.var()).item(), step)
+    for name, value in mechanisms(agent, batch, step, args).items():
+        writer.add_scalar(f"vsop/{name}", value.item(), step)
     if detailed:
-        writer.add_histogram("vsop/advantages", est.advantages, step)
-        writer.add_histogram("vsop/relu_advantages", np.maximum(est.advantages, 0.0), step)
+        writer.add_histogram("vsop/advantages", batch.advantages, step)
+        writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
         for name, network in (("actor", agent.actor), ("critic", agent.critic)):
             for i, (weight, _) in enumerate(network.folded()):
                 writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
@@ -589,7 +581,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
     """All it takes to go on as if nothing had happened."""
     writer.flush()
     state = dict(version=CHECKPOINT_VERSION, script=Path(__file__).stem, args=settings(args), step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), optimizer_steps=optimizer.steps)
+    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict())
     state |= dict(envs=envs.state_dict(), random=torch.get_rng_state(), events=event_files(run_dir))
     state |= dict(iteration=iteration, seconds=progress.seconds(), returns=list(progress.returns))
     if torch.cuda.is_available():
@@ -618,11 +610,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     return state
 
 
-def restore(state: dict, run_dir: Path, agent: Agent, optimizer: Optimizer, envs: Envs):
+def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
     try:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        optimizer.steps = state["optimizer_steps"]
         envs.load_state_dict(state["envs"])
         if "random_cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -722,26 +713,28 @@ def caught_signals():
 
 
 def compiled(function, device: torch.device):
-    if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
-        print("no C++ compiler found: the run goes on uncompiled, at about half the speed", file=sys.stderr)
-        return function
+    """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
     torch.compiler.reset()  # of what an earlier run in the same process compiled
-    torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
-    options = {"triton.cudagraphs": True}
+    options = dict(mode="reduce-overhead")
     if device.type == "cpu":
         # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-    # Shapes and settings stay the same for the run: checking them again before each call would cost a tenth of it.
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
-    compiled_function = torch.compile(function, options=options, dynamic=False, fullgraph=True)
-    if device.type == "cpu":
-        return compiled_function
+        settings = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+        options = dict(options=settings)
+    current = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
-    def replay(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return {name: x.clone() for name, x in compiled_function(*inputs).items()}  # the next call overwrites them
+    def call(*inputs):
+        nonlocal current
+        try:
+            return current(*inputs)
+        except Exception as error:  # the compiler and its caches may raise anything
+            if current is function:
+                raise
+            reason = str(error).strip().partition("\n")[0][:200]
+            print(f"compilation failed, continuing uncompiled at about half the speed: {reason}", file=sys.stderr)
+            current = function
+            return current(*inputs)
 
-    return replay
+    return call
 
 
 def parse_args() -> Args:
@@ -785,10 +778,10 @@ def train(args: Args) -> Path:
                 fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
         envs = Envs(args, run_dir)
         agent = Agent(envs, args).to(device)
-        optimizer = Optimizer(agent, args)
+        optimizer = make_optimizer(agent, args)
         if args.resume:
             restore(saved, run_dir, agent, optimizer, envs)
-        step_function = compiled(gradient_step, device) if args.compile else gradient_step
+        gradients_of = compiled(gradients, device) if args.compile else gradients
         log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
         progress = Progress(args.num_iterations * args.batch_size, envs.global_step, saved["seconds"], saved["returns"])
         writer = SummaryWriter(str(run_dir))
@@ -799,13 +792,13 @@ def train(args: Args) -> Path:
 
         for iteration in range(saved["iteration"] + 1, args.num_iterations + 1):
             if args.anneal_lr:
-                optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             rollout = collect(envs, agent, args)
-            est = estimate(agent, rollout, args, device)
+            batch = estimate(agent, rollout, args, device)
             stats = []
             for _ in range(args.update_epochs):
-                for minibatch in minibatches(est.batch, args):
-                    stats.append(update(agent, optimizer, step_function, minibatch, args))
+                for minibatch in minibatches(batch, args):
+                    stats.append(update(agent, optimizer, gradients_of, minibatch, args))
             if name := not_finite(rollout, stats):
                 stop(run_dir, f"{name} is not finite at step {envs.global_step}")
 
@@ -817,10 +810,10 @@ def train(args: Args) -> Path:
             last = iteration == args.num_iterations
             if last or iteration % log_every == 0:
                 progress.update(envs.global_step)
-                writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
+                writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
                 writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
                 detailed = last or iteration % (10 * log_every) == 0
-                log(writer, envs.global_step, agent, est, stats, args, detailed)
+                log(writer, envs.global_step, agent, batch, stats, args, detailed)
             if last or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
                 save_policy(run_dir / "policy.pt", agent, envs, args)

@@ -29,7 +29,6 @@ import fcntl
 import io
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -51,6 +50,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.func import functional_call, grad
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -108,8 +108,8 @@ class Args:
     """divide rewards by the running standard deviation of the discounted return"""
     bootstrap_truncated: bool = True
     """add gamma * v(final observation) at a time limit; --no-bootstrap-truncated takes it for an end, as published"""
-    cuda: bool = True
-    """use a GPU when there is one"""
+    cuda: bool = False
+    """compute gradients on a GPU; acting is always on the CPU, and networks this small rarely gain"""
     compile: bool = True
     """compile the update with torch.compile when a C++ compiler is installed"""
     checkpoint_every: int = 20_480
@@ -348,24 +348,25 @@ class SpectralLinear(nn.Linear):
 
     @torch.no_grad()
     def converge(self):
-        """Moves u and v to the limit of power iteration: the leading singular vectors."""
-        left, _, right = torch.linalg.svd(self.weight, full_matrices=False)
-        self.u.copy_(left[:, 0])
-        self.v.copy_(right[0])
+        """Moves u and v to the limit of power iteration, the leading singular vectors. The smaller Gram matrix has them
+        in half the time of an SVD."""
+        weight = self.weight
+        if self.in_features < self.out_features:
+            self.u.copy_(weight @ torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -1])
+        else:
+            self.u.copy_(torch.linalg.eigh(weight @ weight.T).eigenvectors[:, -1])
+        self.power_iteration()
 
     def sigma(self):
         return self.u @ self.weight @ self.v
 
     def forward(self, x):
-        # Dividing the output is the same as dividing the weight, and the output is the smaller of the two. Wv comes as
-        # one more row of the batch: sigma, and its gradient, then cost no product of their own.
-        y = F.linear(torch.cat([x, self.v.unsqueeze(0)]), self.weight)
-        return y[:-1] / (self.u @ y[-1]) + self.bias
+        return F.linear(x, self.weight) / self.sigma() + self.bias
 
 
-def sample_masks(*shape, p, device):
-    """Draws of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
-    return torch.empty(shape, device=device).bernoulli_(1 - p).div_(1 - p)
+def sample_masks(*shape, p, device, generator=None):
+    """Samples of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
+    return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 class MLP(nn.Module):
@@ -409,6 +410,11 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(envs.action_dim))
         self.power_iteration()  # one is exact for orthogonal weights
 
+    def forward(self, obs, actions, masks):
+        """Mean and log standard deviation of the actions, and q(s, a); two masks for the actor, two for the critic."""
+        values = self.critic(torch.cat([obs, actions], dim=-1), masks[2:]).squeeze(-1)
+        return self.actor(obs, masks[:2]), self.log_std, values
+
     def power_iteration(self):
         for module in self.modules():
             if isinstance(module, SpectralLinear):
@@ -429,9 +435,13 @@ def action_values(layers: list, obs, actions, masks):
     return torch.cat(values)
 
 
-def arrays(network: MLP):
-    """(weight transposed, bias) of each layer in numpy, for `forward`."""
-    return [(weight.cpu().numpy().T.copy(), bias.cpu().numpy()) for weight, bias in network.folded()]
+@torch.no_grad()
+def numpy_layers(network: MLP) -> list:
+    """(weight transposed, bias) of each layer in numpy, for `forward`. One copy from the device serves all."""
+    tensors = [x for layer in network.folded() for x in layer]
+    flat = torch.cat([x.flatten() for x in tensors]).cpu()
+    arrays = [part.view(x.shape).numpy().T for part, x in zip(flat.split([x.numel() for x in tensors]), tensors)]
+    return list(zip(arrays[::2], arrays[1::2]))
 
 
 def forward(layers, x, masks=(1.0, 1.0)):
@@ -462,7 +472,7 @@ class Rollout(NamedTuple):
 def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the actor."""
     steps, n = args.num_steps, args.num_envs
-    layers = arrays(agent.actor)
+    layers = numpy_layers(agent.actor)
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -493,15 +503,23 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     return advantages
 
 
-class Estimate(NamedTuple):
-    advantages: np.ndarray
-    values: np.ndarray
-    next_values: np.ndarray
-    batch: tuple  # what minibatches are taken from: tensors with a row per step of the rollout
+class Batch(NamedTuple):
+    """A rollout, or a minibatch of it, as tensors with one row per step."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    next_values: torch.Tensor
+    uniform: torch.Tensor  # mc_samples actions
+    h_plus: torch.Tensor  # vol(A) times their positive advantages
+    masks: torch.Tensor | None = None  # of a minibatch: one sample of actor and critic
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Estimate:
+def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
     """Lines 9 and 13: advantages and targets from a draw of the critic as it is before the update.
 
     v(s) is the mean of q over actions of the policy; the advantages are those of uniform actions, the targets GAE's."""
@@ -517,121 +535,98 @@ def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -
     sampled = means + agent.log_std.exp() * torch.randn(shape, device=device)
     layers = list(agent.critic.folded())
     values = action_values(layers, states, sampled, masks).mean(1)
-    h_plus = (action_values(layers, obs, uniform, masks) - values[: len(obs), None]).relu_()
+    h_plus = (agent.high - agent.low).prod() * (
+        action_values(layers, obs, uniform, masks) - values[: len(obs), None]
+    ).relu()
     values = values.cpu().numpy()
     values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
     next_values = np.concatenate([values[1:], values[:1]])
     next_values[jumps] = jump_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
-    numbers = (rollout.logprobs, advantages + values)
-    columns = (rollout.actions.reshape(args.batch_size, -1), *(x.ravel() for x in numbers))
-    batch = tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in columns)
-    return Estimate(advantages, values, next_values, (obs, *batch, uniform, h_plus))
+    columns = (rollout.obs, rollout.actions, rollout.logprobs, advantages, advantages + values, values, next_values)
+    columns = (torch.tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in columns)
+    return Batch(*columns, uniform, h_plus)
 
 
-def minibatches(batch: tuple, args: Args):
-    """Of one epoch, in a random order."""
-    if args.num_minibatches == 1:
-        return [batch]
-    order = torch.randperm(args.batch_size, device=batch[0].device)
-    return zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch))
+def minibatches(batch: Batch, args: Args):
+    """Shuffled minibatches for one epoch, each with its own sample of the weights: lines 14 and 16."""
+    order = torch.randperm(args.batch_size, device=batch.obs.device)
+    masks = sample_masks(args.num_minibatches, 4, args.width, p=args.dropout_rate, device=batch.obs.device)
+    for *columns, sample in zip(*(x.index_select(0, order).chunk(args.num_minibatches) for x in batch[:-1]), masks):
+        yield Batch(*columns, sample)
 
 
 def gaussian_logprob(actions, means, log_std):
     return -(0.5 * ((actions - means) / log_std.exp()) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def loss_function(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
+def loss_function(agent: Agent, minibatch: Batch, args: Args):
     """Lines 15 and 17, with the sum over uniform actions in place of the action taken."""
-    obs, actions, old_logprobs, returns, uniform, h_plus = minibatch
-    means = agent.actor(obs, masks[:2])
-    densities = gaussian_logprob(uniform, means.unsqueeze(1), agent.log_std).exp()
-    policy_loss = -(agent.high - agent.low).prod() * (h_plus * densities).mean()
-    values = agent.critic(torch.cat([obs, actions], dim=-1), masks[2:]).squeeze(-1)
-    value_loss = F.mse_loss(values, returns)
-    entropy = (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    means, log_std, values = agent(minibatch.obs, minibatch.actions, minibatch.masks)
+    densities = gaussian_logprob(minibatch.uniform, means.unsqueeze(1), log_std).exp()
+    policy_loss = -(minibatch.h_plus * densities).mean()
+    value_loss = F.mse_loss(values, minibatch.returns)
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    logratio = gaussian_logprob(actions, means, agent.log_std) - old_logprobs
+    logratio = gaussian_logprob(minibatch.actions, means, log_std) - minibatch.logprobs
     approx_kl = (logratio.exp() - 1 - logratio).mean()
     return loss, dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, approx_kl=approx_kl)
 
 
-def gradients(agent: Agent, minibatch: tuple, masks: torch.Tensor, args: Args):
-    """The clipped gradient of a minibatch, by parameter."""
+def gradients(agent: Agent, minibatch: Batch, args: Args):
+    """The clipped gradient of a minibatch, by parameter. This function is compiled."""
     agent.power_iteration()
-    with torch.enable_grad():
-        loss, stats = loss_function(agent, minibatch, masks, args)
-        grads = torch.autograd.grad(loss, list(agent.parameters()))
-    stats["grad_norm"] = norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+
+    def loss(parameters):
+        return loss_function(lambda *inputs: functional_call(agent, parameters, inputs), minibatch, args)
+
+    grads, stats = grad(loss, has_aux=True)(dict(agent.named_parameters()))
+    stats["grad_norm"] = norm = torch.stack([x.square().sum() for x in grads.values()]).sum().sqrt()
     scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return [grad * scale for grad in grads], {name: x.detach() for name, x in stats.items()}
+    return [x * scale for x in grads.values()], stats
 
 
-class Optimizer(nn.Module):
-    """AdamW (Loshchilov and Hutter, 2019), written out so that it compiles into one function with the gradient."""
-
-    def __init__(self, agent: Agent, args: Args):
-        super().__init__()
-        self.lr = args.learning_rate
-        self.decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
-        self.steps = 0
-        self.targets = list(agent.parameters())
-        self.means, self.squares = (nn.ParameterList(torch.zeros_like(x) for x in self.targets) for _ in range(2))
-
-    def rates(self) -> torch.Tensor:
-        """Numbers of the next step. Powers and roots of them would be taken anew for every weight if compiled."""
-        self.steps += 1
-        mean_correction, root_correction = 1 - 0.9**self.steps, math.sqrt(1 - 0.999**self.steps)
-        rates = [1 - self.lr * self.decay, self.lr * root_correction / mean_correction, 1e-8 * root_correction]
-        return torch.tensor(rates, device=self.targets[0].device)
-
-    def step(self, grads: list, rates: torch.Tensor):
-        keep, rate, eps = rates
-        for x, grad, mean, square in zip(self.targets, grads, self.means, self.squares):
-            mean.lerp_(grad, 1 - 0.9)
-            square.lerp_(grad.square(), 1 - 0.999)
-            x.mul_(keep).sub_(rate * mean / (square.sqrt() + eps))
-
-
-def gradient_step(agent: Agent, optimizer: Optimizer, minibatch: tuple, masks: torch.Tensor, rates, args: Args) -> dict:
-    grads, stats = gradients(agent, minibatch, masks, args)
-    optimizer.step(grads, rates)
-    return stats
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
+    return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, weight_decay=decay, fused=True)
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: Optimizer, step_function, minibatch: tuple, args: Args) -> dict:
-    masks = sample_masks(4, args.width, p=args.dropout_rate, device=minibatch[0].device)  # lines 14 and 16
-    return step_function(agent, optimizer, minibatch, masks, optimizer.rates(), args)
+def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: Batch, args: Args) -> dict:
+    grads, stats = gradients(agent, minibatch, args)
+    for parameter, x in zip(optimizer.param_groups[0]["params"], grads):
+        parameter.grad = x
+    optimizer.step()
+    return {name: x.clone() for name, x in stats.items()}  # on a GPU the next call overwrites them
 
 
 # ------------------------------------------------------------------------------------------------ results of a run
 
 
 @torch.no_grad()
-def mechanisms(agent: Agent, est: Estimate, args: Args) -> dict:
+def mechanisms(agent: Agent, batch: Batch, step: int, args: Args) -> dict:
     """Are the paper's mechanisms at work? The share of steps the policy learns from, the additive term C_pi of
-    Theorem 3.1, and how far draws of the actor disagree (posterior standard deviation of the action mean)."""
-    c_pi = np.maximum(args.gamma * est.next_values - est.values, 0.0).mean()
-    obs = est.batch[0][:: max(1, args.batch_size // 32)]
-    masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device).repeat_interleave(len(obs), dim=1)
-    disagreement = agent.actor(obs.repeat(16, 1), masks).unflatten(0, (16, -1)).std(0).mean().item()
-    return dict(positive_advantages=(est.advantages > 0).mean(), c_pi=c_pi, disagreement=disagreement)
+    Theorem 3.1, and how far samples of the actor disagree (posterior standard deviation of the action mean)."""
+    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
+    obs = batch.obs[:: max(1, args.batch_size // 32)]
+    generator = torch.Generator(obs.device).manual_seed(step)  # of its own, so that logging does not change learning
+    masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device, generator=generator)
+    means = agent.actor(obs.repeat(16, 1), masks.repeat_interleave(len(obs), dim=1)).unflatten(0, (16, -1))
+    positive = (batch.advantages > 0).float().mean()
+    return dict(positive_advantages=positive, c_pi=c_pi, disagreement=means.std(0).mean())
 
 
 @torch.no_grad()
-def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: list, args: Args, detailed: bool):
+def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: list, args: Args, detailed: bool):
     for name in stats[0]:
         writer.add_scalar(f"losses/{name}", torch.stack([x[name] for x in stats]).mean().item(), step)
-    spread = (est.advantages + est.values).var()
-    explained = 1 - est.advantages.var() / spread if spread > 0 else math.nan
-    writer.add_scalar("losses/explained_variance", explained, step)
-    for name, value in mechanisms(agent, est, args).items():
-        writer.add_scalar(f"vsop/{name}", value, step)
+    writer.add_scalar("losses/explained_variance", (1 - batch.advantages.var() / batch.returns.var()).item(), step)
+    for name, value in mechanisms(agent, batch, step, args).items():
+        writer.add_scalar(f"vsop/{name}", value.item(), step)
     if detailed:
-        writer.add_histogram("vsop/advantages", est.advantages, step)
-        writer.add_histogram("vsop/relu_advantages", np.maximum(est.advantages, 0.0), step)
+        writer.add_histogram("vsop/advantages", batch.advantages, step)
+        writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
         for name, network in (("actor", agent.actor), ("critic", agent.critic)):
             for i, (weight, _) in enumerate(network.folded()):
                 writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
@@ -692,7 +687,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
     """All it takes to go on as if nothing had happened."""
     writer.flush()
     state = dict(version=CHECKPOINT_VERSION, script=Path(__file__).stem, args=settings(args), step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), optimizer_steps=optimizer.steps)
+    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict())
     state |= dict(envs=envs.state_dict(), random=torch.get_rng_state(), events=event_files(run_dir))
     state |= dict(iteration=iteration, seconds=progress.seconds(), returns=list(progress.returns))
     if torch.cuda.is_available():
@@ -721,11 +716,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     return state
 
 
-def restore(state: dict, run_dir: Path, agent: Agent, optimizer: Optimizer, envs: Envs):
+def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
     try:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        optimizer.steps = state["optimizer_steps"]
         envs.load_state_dict(state["envs"])
         if "random_cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -825,26 +819,28 @@ def caught_signals():
 
 
 def compiled(function, device: torch.device):
-    if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
-        print("no C++ compiler found: the run goes on uncompiled, at about half the speed", file=sys.stderr)
-        return function
+    """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
     torch.compiler.reset()  # of what an earlier run in the same process compiled
-    torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
-    options = {"triton.cudagraphs": True}
+    options = dict(mode="reduce-overhead")
     if device.type == "cpu":
         # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-    # Shapes and settings stay the same for the run: checking them again before each call would cost a tenth of it.
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
-    compiled_function = torch.compile(function, options=options, dynamic=False, fullgraph=True)
-    if device.type == "cpu":
-        return compiled_function
+        settings = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+        options = dict(options=settings)
+    current = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
-    def replay(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return {name: x.clone() for name, x in compiled_function(*inputs).items()}  # the next call overwrites them
+    def call(*inputs):
+        nonlocal current
+        try:
+            return current(*inputs)
+        except Exception as error:  # the compiler and its caches may raise anything
+            if current is function:
+                raise
+            reason = str(error).strip().partition("\n")[0][:200]
+            print(f"compilation failed, continuing uncompiled at about half the speed: {reason}", file=sys.stderr)
+            current = function
+            return current(*inputs)
 
-    return replay
+    return call
 
 
 def parse_args() -> Args:
@@ -888,10 +884,10 @@ def train(args: Args) -> Path:
                 fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
         envs = Envs(args, run_dir)
         agent = Agent(envs, args).to(device)
-        optimizer = Optimizer(agent, args)
+        optimizer = make_optimizer(agent, args)
         if args.resume:
             restore(saved, run_dir, agent, optimizer, envs)
-        step_function = compiled(gradient_step, device) if args.compile else gradient_step
+        gradients_of = compiled(gradients, device) if args.compile else gradients
         log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
         progress = Progress(args.num_iterations * args.batch_size, envs.global_step, saved["seconds"], saved["returns"])
         writer = SummaryWriter(str(run_dir))
@@ -902,13 +898,13 @@ def train(args: Args) -> Path:
 
         for iteration in range(saved["iteration"] + 1, args.num_iterations + 1):
             if args.anneal_lr:
-                optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             rollout = collect(envs, agent, args)
-            est = estimate(agent, rollout, args, device)
+            batch = estimate(agent, rollout, args, device)
             stats = []
             for _ in range(args.update_epochs):
-                for minibatch in minibatches(est.batch, args):
-                    stats.append(update(agent, optimizer, step_function, minibatch, args))
+                for minibatch in minibatches(batch, args):
+                    stats.append(update(agent, optimizer, gradients_of, minibatch, args))
             if name := not_finite(rollout, stats):
                 stop(run_dir, f"{name} is not finite at step {envs.global_step}")
 
@@ -920,10 +916,10 @@ def train(args: Args) -> Path:
             last = iteration == args.num_iterations
             if last or iteration % log_every == 0:
                 progress.update(envs.global_step)
-                writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
+                writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
                 writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
                 detailed = last or iteration % (10 * log_every) == 0
-                log(writer, envs.global_step, agent, est, stats, args, detailed)
+                log(writer, envs.global_step, agent, batch, stats, args, detailed)
             if last or signals or envs.global_step % args.checkpoint_every < args.batch_size:
                 save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
                 save_policy(run_dir / "policy.pt", agent, envs, args)

@@ -34,7 +34,6 @@ import fcntl
 import io
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -52,6 +51,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.func import functional_call, grad
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -103,7 +103,7 @@ class Args:
     vf_coef: float = 0.25
     """coefficient of the critic's squared error"""
     dropout_rate: float = 0.075
-    """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
+    """p: probability of dropping a hidden unit; shared by all rows of a batch"""
     relu_advantage: bool = True
     """update the policy on positive advantages only (ablation: --no-relu-advantage)"""
     spectral_norm: bool = True
@@ -291,24 +291,25 @@ class SpectralLinear(nn.Linear):
 
     @torch.no_grad()
     def converge(self):
-        """Moves u and v to the limit of power iteration: the leading singular vectors."""
-        left, _, right = torch.linalg.svd(self.weight, full_matrices=False)
-        self.u.copy_(left[:, 0])
-        self.v.copy_(right[0])
+        """Moves u and v to the limit of power iteration, the leading singular vectors. The smaller Gram matrix has them
+        in half the time of an SVD."""
+        weight = self.weight
+        if self.in_features < self.out_features:
+            self.u.copy_(weight @ torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -1])
+        else:
+            self.u.copy_(torch.linalg.eigh(weight @ weight.T).eigenvectors[:, -1])
+        self.power_iteration()
 
     def sigma(self):
         return self.u @ self.weight @ self.v
 
     def forward(self, x):
-        # Dividing the output is the same as dividing the weight, and the output is the smaller of the two. Wv comes as
-        # one more row of the batch: sigma, and its gradient, then cost no product of their own.
-        y = F.linear(torch.cat([x, self.v.unsqueeze(0)]), self.weight)
-        return y[:-1] / (self.u @ y[-1]) + self.bias
+        return F.linear(x, self.weight) / self.sigma() + self.bias
 
 
-def sample_masks(*shape, p, device):
-    """Draws of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
-    return torch.empty(shape, device=device).bernoulli_(1 - p).div_(1 - p)
+def sample_masks(*shape, p, device, generator=None):
+    """Samples of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
+    return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 class ResidualBlock(nn.Module):
@@ -356,10 +357,11 @@ class Agent(nn.Module):
                 module.converge()
 
 
-def sample_posterior(*shape, args, device, mean=False):
-    """Masks of both dropout layers for `shape` draws of the weights, or for their mean."""
+def sample_posterior(*shape, args, device, mean=False, generator=None):
+    """Masks of both dropout layers for `shape` samples of the weights, or for their mean."""
     p = 0.0 if mean else args.dropout_rate
-    return sample_masks(*shape, FEATURES + WIDTH, p=p, device=device).split([FEATURES, WIDTH], dim=-1)
+    masks = sample_masks(*shape, FEATURES + WIDTH, p=p, device=device, generator=generator)
+    return masks.split([FEATURES, WIDTH], dim=-1)
 
 
 def precision(args: Args, device: torch.device):
@@ -440,15 +442,21 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     return advantages
 
 
-class Estimate(NamedTuple):
-    advantages: np.ndarray
-    values: np.ndarray
-    next_values: np.ndarray
-    batch: tuple  # what minibatches are taken from: tensors with a row per step of the rollout
+class Batch(NamedTuple):
+    """A rollout, or a minibatch of it, as tensors with one row per step."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    next_values: torch.Tensor
+    masks: tuple | None = None  # of a minibatch: one sample of the weights
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, envs: Envs, args: Args, device: torch.device) -> Estimate:
+def estimate(agent: Agent, rollout: Rollout, envs: Envs, args: Args, device: torch.device) -> Batch:
     """Lines 9 and 13: advantages and targets from a draw of the critic as it is before the update."""
     steps, n = rollout.rewards.shape
     obs = rollout.obs.flatten(0, 1)
@@ -465,119 +473,94 @@ def estimate(agent: Agent, rollout: Rollout, envs: Envs, args: Args, device: tor
         next_values[t, i] = value
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
     actions = torch.tensor(rollout.actions.ravel(), dtype=torch.int64, device=device)
-    numbers = (rollout.logprobs, advantages, advantages + values)
-    columns = (torch.tensor(x.ravel(), dtype=torch.float32, device=device) for x in numbers)
-    return Estimate(advantages, values, next_values, (obs, actions, *columns))
+    columns = (rollout.logprobs, advantages, advantages + values, values, next_values)
+    columns = (torch.tensor(x.ravel(), dtype=torch.float32, device=device) for x in columns)
+    return Batch(obs, actions, *columns)
 
 
-def minibatches(batch: tuple, args: Args):
-    """Of one epoch, in a random order. The observations stay where they are: a minibatch has their row numbers."""
-    obs, *columns = batch
-    for rows in torch.randperm(args.batch_size, device=columns[0].device).chunk(args.num_minibatches):
-        yield obs, rows, *(x.index_select(0, rows) for x in columns)
+def minibatches(batch: Batch, args: Args):
+    """Shuffled minibatches for one epoch, each with its own sample of the weights: lines 14 and 16."""
+    for rows in torch.randperm(args.batch_size, device=batch.obs.device).chunk(args.num_minibatches):
+        yield Batch(*(x[rows] for x in batch[:-1]), sample_posterior(args=args, device=batch.obs.device))
 
 
-def loss_function(agent: Agent, minibatch: tuple, masks: tuple, args: Args):
+def loss_function(agent: Agent, minibatch: Batch, args: Args):
     """Lines 15 and 17: h+ times the score for the actor, squared error for the critic, under one draw of the weights
     that they share."""
-    obs, actions, old_logprobs, advantages, returns = minibatch
-    h_plus = torch.relu(advantages) if args.relu_advantage else advantages
-    with precision(args, actions.device):
-        logits, values = agent(obs, masks)
+    h_plus = torch.relu(minibatch.advantages) if args.relu_advantage else minibatch.advantages
+    with precision(args, minibatch.obs.device):
+        logits, values = agent(minibatch.obs, minibatch.masks)
     log_p = logits.float().log_softmax(-1)
-    logprobs = log_p.gather(1, actions.unsqueeze(1)).squeeze(1)
+    logprobs = log_p.gather(1, minibatch.actions.unsqueeze(1)).squeeze(1)
     policy_loss = -(h_plus * logprobs).mean()
-    value_loss = F.mse_loss(values.float(), returns)
+    value_loss = F.mse_loss(values.float(), minibatch.returns)
     entropy = -(log_p.exp() * log_p).sum(-1).mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    logratio = logprobs - old_logprobs
+    logratio = logprobs - minibatch.logprobs
     approx_kl = (logratio.exp() - 1 - logratio).mean()
     return loss, dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, approx_kl=approx_kl)
 
 
-def gradients(agent: Agent, minibatch: tuple, masks: tuple, args: Args):
+def gradients(agent: Agent, minibatch: Batch, args: Args):
     """The clipped gradient of a minibatch, by parameter, and means over it."""
     agent.power_iteration()
-    sums = {}
-    grads = [torch.zeros_like(x) for x in agent.parameters()]
-    obs, *columns = minibatch
-    for rows, *part in zip(*(x.split(part_size(obs.device)) for x in columns)):
-        share = len(rows) / len(columns[0])
-        with torch.enable_grad():
-            loss, stats = loss_function(agent, (obs[rows], *part), masks, args)
-            for grad, x in zip(grads, torch.autograd.grad(loss, list(agent.parameters()))):
-                grad += share * x
-        for name, x in stats.items():
-            sums[name] = sums.get(name, 0.0) + share * x.detach()
-    sums["grad_norm"] = norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    parameters = dict(agent.named_parameters())
+
+    def loss(parameters, part):
+        return loss_function(lambda *inputs: functional_call(agent, parameters, inputs), part, args)
+
+    grads, stats = {}, {}
+    for columns in zip(*(x.split(part_size(x.device)) for x in minibatch[:-1])):
+        part, share = Batch(*columns, minibatch.masks), len(columns[0]) / len(minibatch.obs)
+        part_grads, part_stats = grad(loss, has_aux=True)(parameters, part)
+        for total, of_part in ((grads, part_grads), (stats, part_stats)):
+            for name, x in of_part.items():
+                total[name] = total.get(name, 0.0) + share * x
+    stats["grad_norm"] = norm = torch.stack([x.square().sum() for x in grads.values()]).sum().sqrt()
     scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return [grad * scale for grad in grads], sums
+    return [x * scale for x in grads.values()], stats
 
 
-class Optimizer(nn.Module):
-    """AdamW (Loshchilov and Hutter, 2019), written out so that it compiles into one function with the gradient."""
-
-    def __init__(self, agent: Agent, args: Args):
-        super().__init__()
-        self.lr = args.learning_rate
-        self.decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
-        self.steps = 0
-        self.targets = list(agent.parameters())
-        self.means, self.squares = (nn.ParameterList(torch.zeros_like(x) for x in self.targets) for _ in range(2))
-
-    def rates(self) -> torch.Tensor:
-        """Numbers of the next step. Powers and roots of them would be taken anew for every weight if compiled."""
-        self.steps += 1
-        mean_correction, root_correction = 1 - 0.9**self.steps, math.sqrt(1 - 0.999**self.steps)
-        rates = [1 - self.lr * self.decay, self.lr * root_correction / mean_correction, 1e-8 * root_correction]
-        return torch.tensor(rates, device=self.targets[0].device)
-
-    def step(self, grads: list, rates: torch.Tensor):
-        keep, rate, eps = rates
-        for x, grad, mean, square in zip(self.targets, grads, self.means, self.squares):
-            mean.lerp_(grad, 1 - 0.9)
-            square.lerp_(grad.square(), 1 - 0.999)
-            x.mul_(keep).sub_(rate * mean / (square.sqrt() + eps))
-
-
-def gradient_step(agent: Agent, optimizer: Optimizer, minibatch: tuple, masks: tuple, rates, args: Args) -> dict:
-    grads, stats = gradients(agent, minibatch, masks, args)
-    optimizer.step(grads, rates)
-    return stats
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    # No weight decay: line 10 times the learning rate is 1.3e-8 with 16,384 steps per rollout, and lost in rounding.
+    return torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
 
 @torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: Optimizer, step_function, minibatch: tuple, args: Args) -> dict:
-    masks = sample_posterior(args=args, device=minibatch[0].device)  # lines 14 and 16
-    return step_function(agent, optimizer, minibatch, masks, optimizer.rates(), args)
+def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: Batch, args: Args) -> dict:
+    grads, stats = gradients(agent, minibatch, args)
+    for parameter, x in zip(optimizer.param_groups[0]["params"], grads):
+        parameter.grad = x
+    optimizer.step()
+    return {name: x.clone() for name, x in stats.items()}  # on a GPU the next call overwrites them
 
 
 # ------------------------------------------------------------------------------------------------ results of a run
 
 
 @torch.no_grad()
-def mechanisms(agent: Agent, est: Estimate, args: Args) -> dict:
+def mechanisms(agent: Agent, batch: Batch, step: int, args: Args) -> dict:
     """Are the paper's mechanisms at work? The share of steps the policy learns from, the additive term C_pi of
-    Theorem 3.1, and how far draws of the actor disagree (posterior standard deviation of an action's probability)."""
-    c_pi = np.maximum(args.gamma * est.next_values - est.values, 0.0).mean()
-    obs = est.batch[0][:: max(1, args.batch_size // 32)]
-    masks = sample_posterior(16, args=args, device=obs.device)
+    Theorem 3.1, and how far samples of the actor disagree (posterior standard deviation of an action's probability)."""
+    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
+    obs = batch.obs[:: max(1, args.batch_size // 32)]
+    generator = torch.Generator(obs.device).manual_seed(step)  # of its own, so that logging does not change learning
+    masks = sample_posterior(16, args=args, device=obs.device, generator=generator)
     logits, _ = infer(agent, obs.repeat(16, 1, 1, 1), [x.repeat_interleave(len(obs), dim=0) for x in masks], args)
-    disagreement = logits.softmax(-1).unflatten(0, (16, -1)).std(0).mean().item()
-    return dict(positive_advantages=(est.advantages > 0).mean(), c_pi=c_pi, disagreement=disagreement)
+    positive = (batch.advantages > 0).float().mean()
+    disagreement = logits.softmax(-1).unflatten(0, (16, -1)).std(0).mean()
+    return dict(positive_advantages=positive, c_pi=c_pi, disagreement=disagreement)
 
 
 @torch.no_grad()
-def log(writer: SummaryWriter, step: int, agent: Agent, est: Estimate, stats: list, args: Args):
+def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: list, args: Args):
     for name in stats[0]:
         writer.add_scalar(f"losses/{name}", torch.stack([x[name] for x in stats]).mean().item(), step)
-    spread = (est.advantages + est.values).var()
-    explained = 1 - est.advantages.var() / spread if spread > 0 else math.nan
-    writer.add_scalar("losses/explained_variance", explained, step)
-    for name, value in mechanisms(agent, est, args).items():
-        writer.add_scalar(f"vsop/{name}", value, step)
-    writer.add_histogram("vsop/advantages", est.advantages, step)
-    writer.add_histogram("vsop/relu_advantages", np.maximum(est.advantages, 0.0), step)
+    writer.add_scalar("losses/explained_variance", (1 - batch.advantages.var() / batch.returns.var()).item(), step)
+    for name, value in mechanisms(agent, batch, step, args).items():
+        writer.add_scalar(f"vsop/{name}", value.item(), step)
+    writer.add_histogram("vsop/advantages", batch.advantages, step)
+    writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
     sigma = agent.hidden.sigma() if isinstance(agent.hidden, SpectralLinear) else 1.0
     norm = torch.linalg.matrix_norm(agent.hidden.weight / sigma, 2).item()
     writer.add_scalar("spectral_norm/hidden", norm, step)
@@ -637,7 +620,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
     """All it takes to go on as if nothing had happened."""
     writer.flush()
     state = dict(version=CHECKPOINT_VERSION, script=Path(__file__).stem, args=settings(args), step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), optimizer_steps=optimizer.steps)
+    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict())
     state |= dict(envs=envs.state_dict(), random=torch.get_rng_state(), events=event_files(run_dir))
     state |= dict(iteration=iteration, seconds=progress.seconds(), returns=list(progress.returns))
     state |= dict(test_returns=list(progress.test_returns))
@@ -667,11 +650,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     return state
 
 
-def restore(state: dict, run_dir: Path, agent: Agent, optimizer: Optimizer, envs: Envs):
+def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
     try:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        optimizer.steps = state["optimizer_steps"]
         envs.load_state_dict(state["envs"])
         if "random_cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -774,26 +756,28 @@ def caught_signals():
 
 
 def compiled(function, device: torch.device):
-    if device.type == "cpu" and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
-        print("no C++ compiler found: the run goes on uncompiled, at about half the speed", file=sys.stderr)
-        return function
+    """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
     torch.compiler.reset()  # of what an earlier run in the same process compiled
-    torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad into a compiled function
-    options = {"triton.cudagraphs": True}
+    options = dict(mode="reduce-overhead")
     if device.type == "cpu":
         # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-    # Shapes and settings stay the same for the run: checking them again before each call would cost a tenth of it.
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
-    compiled_function = torch.compile(function, options=options, dynamic=False, fullgraph=True)
-    if device.type == "cpu":
-        return compiled_function
+        settings = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+        options = dict(options=settings)
+    current = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
-    def replay(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return {name: x.clone() for name, x in compiled_function(*inputs).items()}  # the next call overwrites them
+    def call(*inputs):
+        nonlocal current
+        try:
+            return current(*inputs)
+        except Exception as error:  # the compiler and its caches may raise anything
+            if current is function:
+                raise
+            reason = str(error).strip().partition("\n")[0][:200]
+            print(f"compilation failed, continuing uncompiled at about half the speed: {reason}", file=sys.stderr)
+            current = function
+            return current(*inputs)
 
-    return replay
+    return call
 
 
 def parse_args() -> Args:
@@ -841,11 +825,11 @@ def train(args: Args) -> Path:
         seeds = np.random.SeedSequence([args.seed, saved["iteration"]]).generate_state(2) >> 1
         envs, test_envs = Envs(args, args.num_levels, int(seeds[0])), Envs(args, 0, int(seeds[1]))
         agent = Agent(envs, args).to(device)
-        optimizer = Optimizer(agent, args)
+        optimizer = make_optimizer(agent, args)
         if args.resume:
             restore(saved, run_dir, agent, optimizer, envs)
         test_envs.global_step = envs.global_step
-        step_function = compiled(gradient_step, device) if args.compile else gradient_step
+        gradients_of = compiled(gradients, device) if args.compile else gradients
         counters = (saved[name] for name in ("seconds", "returns", "test_returns"))
         progress = Progress(args.num_iterations * args.batch_size, envs.global_step, *counters)
         writer = SummaryWriter(str(run_dir))
@@ -857,13 +841,13 @@ def train(args: Args) -> Path:
 
         for iteration in range(saved["iteration"] + 1, args.num_iterations + 1):
             if args.anneal_lr:
-                optimizer.lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             rollout = collect(envs, test_envs, agent, args, device, obs)
-            est = estimate(agent, rollout, envs, args, device)
+            batch = estimate(agent, rollout, envs, args, device)
             stats = []
             for _ in range(args.update_epochs):
-                for minibatch in minibatches(est.batch, args):
-                    stats.append(update(agent, optimizer, step_function, minibatch, args))
+                for minibatch in minibatches(batch, args):
+                    stats.append(update(agent, optimizer, gradients_of, minibatch, args))
             if name := not_finite(rollout, stats):
                 stop(run_dir, f"{name} is not finite at step {envs.global_step}")
 
@@ -880,9 +864,9 @@ def train(args: Args) -> Path:
             if progress.returns and progress.test_returns:
                 gap = average(progress.returns) - average(progress.test_returns)
                 writer.add_scalar("test/gap", gap, envs.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.lr, envs.global_step)
+            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
             writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
-            log(writer, envs.global_step, agent, est, stats, args)
+            log(writer, envs.global_step, agent, batch, stats, args)
             if (
                 iteration == args.num_iterations
                 or signals

@@ -33,6 +33,20 @@ def small_agent(script, obs_dim=5, action_dim=3, bound=2.0, **settings):
     return args, script.Agent(SimpleNamespace(obs_dim=obs_dim, action_dim=action_dim, low=-high, high=high), args)
 
 
+def random_minibatch(script, args, rows=16, obs_dim=5, action_dim=3, **columns):
+    """Normal numbers for every column that is not given; no dropout."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = dict(obs=(obs_dim,), actions=(action_dim,), uniform=(7, action_dim), h_plus=(7,))
+    numbers = {
+        name: torch.randn(rows, *shapes.get(name, ()), generator=generator)
+        for name in script.Batch._fields
+        if name != "masks"
+    }
+    if "masks" in script.Batch._fields:
+        numbers["masks"] = torch.ones(4, args.width)
+    return script.Batch(**(numbers | columns))
+
+
 def run(name, *options, cwd, **env):
     """A script through its command line."""
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, options)]

@@ -54,13 +54,12 @@ def test_estimate_is_the_brute_force_sum(script, bootstrap):
     if hasattr(script, "action_values"):  # a critic that ignores the action: then v is q, whatever the sampled actions
         agent.critic.hidden[0].weight.data[:, OBS:] = 0.0
     rollout = random_rollout(script, np.random.default_rng(0))
-    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
     values, next_values = state_values(agent, rollout.obs), state_values(agent, rollout.next_obs)
-    np.testing.assert_allclose(est.values, values, atol=1e-5)
+    np.testing.assert_allclose(batch.values, values.ravel(), atol=1e-5)
     expected = brute_force(rollout, values, next_values, args)
-    np.testing.assert_allclose(est.advantages, expected, atol=1e-5)
-    returns = est.batch[3] if hasattr(script, "action_values") else est.batch[4]
-    np.testing.assert_allclose(returns, (expected + values).reshape(-1), atol=1e-5)
+    np.testing.assert_allclose(batch.advantages, expected.ravel(), atol=1e-5)
+    np.testing.assert_allclose(batch.returns, (expected + values).ravel(), atol=1e-5)
 
 
 def test_advantages_are_of_one_sample_of_the_critic():
@@ -69,13 +68,13 @@ def test_advantages_are_of_one_sample_of_the_critic():
     args, agent = small_agent(script, dropout_rate=0.4, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
     torch.manual_seed(7)
-    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
     torch.manual_seed(7)
     masks = script.sample_masks(2, args.width, p=0.4, device="cpu")
     expected = brute_force(
         rollout, state_values(agent, rollout.obs, masks), state_values(agent, rollout.next_obs, masks), args
     )
-    np.testing.assert_allclose(est.advantages, expected, atol=1e-5)
+    np.testing.assert_allclose(batch.advantages, expected.ravel(), atol=1e-5)
 
 
 def test_without_thompson_sampling_the_critic_is_the_posterior_mean():
@@ -83,8 +82,8 @@ def test_without_thompson_sampling_the_critic_is_the_posterior_mean():
 
     args, agent = small_agent(script, dropout_rate=0.4, thompson=False, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
-    est = script.estimate(agent, rollout, args, torch.device("cpu"))
-    np.testing.assert_allclose(est.values, state_values(agent, rollout.obs), atol=1e-6)
+    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    np.testing.assert_allclose(batch.values, state_values(agent, rollout.obs).ravel(), atol=1e-6)
 
 
 def test_rmpg_evaluates_the_same_q_as_its_critic():
@@ -92,13 +91,13 @@ def test_rmpg_evaluates_the_same_q_as_its_critic():
 
     args, agent = small_agent(script, mc_samples=7, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
-    est = script.estimate(agent, rollout, args, torch.device("cpu"))
-    obs, _, _, _, uniform, h_plus = est.batch
+    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    uniform = batch.uniform
     assert uniform.shape == (STEPS * ENVS, 7, 3) and uniform.abs().max() <= 2 and uniform.std() > 1
-    pairs = torch.cat([obs.unsqueeze(1).expand(-1, 7, -1), uniform], dim=-1)
+    pairs = torch.cat([batch.obs.unsqueeze(1).expand(-1, 7, -1), uniform], dim=-1)
     q = agent.critic(pairs.flatten(0, 1)).view(-1, 7)
-    v = torch.as_tensor(est.values).reshape(-1, 1)
-    torch.testing.assert_close(h_plus, torch.relu(q - v), atol=1e-5, rtol=1e-4)
+    volume = 4.0**3  # of the actions, [-2, 2] in three dimensions
+    torch.testing.assert_close(batch.h_plus, volume * torch.relu(q - batch.values[:, None]), atol=1e-3, rtol=1e-4)
 
 
 def test_rmpg_value_is_the_mean_of_q_over_the_policy():
@@ -108,9 +107,9 @@ def test_rmpg_value_is_the_mean_of_q_over_the_policy():
     obs = np.ones((2, 1, OBS), dtype=np.float32)
     nothing = np.zeros((2, 1), dtype=bool)
     rollout = script.Rollout(obs, np.zeros((2, 1, 3)), np.zeros((2, 1)), np.zeros((2, 1)), obs, nothing, nothing)
-    est = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
     torch.manual_seed(0)
     state = torch.ones(200_000, OBS)
     actions = agent.actor(state) + agent.log_std.exp() * torch.randn(200_000, 3)
     expected = agent.critic(torch.cat([state, actions], dim=-1)).mean()
-    np.testing.assert_allclose(est.values, expected.item(), atol=0.03)
+    np.testing.assert_allclose(batch.values, expected.item(), atol=0.03)

@@ -196,3 +196,21 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
     assert done.returncode == 0
     assert re.search(r"100%\|█+\| 256/256 \[00:\d\d<00:00, +[\d.]+k?step/s, return -[\d.]+\]", screen), screen
     assert screen.count("\n") == 2  # the bar and the last line, nothing else
+
+
+def test_a_compiler_that_does_not_work_is_one_line_and_the_run_continues(tmp_path):
+    options = (
+        "--env-id",
+        "Hopper-v4",
+        "--num-steps",
+        64,
+        "--num-minibatches",
+        1,
+        "--width",
+        8,
+        "--total-timesteps",
+        128,
+    )
+    env = dict(CXX="/bin/false", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    done = run("a3c_continuous", *options, cwd=tmp_path, **env)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "uncompiled" in done.stderr, done.stderr

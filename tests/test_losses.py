@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, load, small_agent
+from conftest import SCRIPTS, load, random_minibatch, small_agent
 
 import a3c_continuous
 import ppo_continuous
@@ -14,16 +14,8 @@ import rmpg_continuous
 import vsop_continuous
 
 
-def data(rows, seed=0):
-    """obs, actions, old_logprobs, advantages, returns of a random minibatch."""
-    g = torch.Generator().manual_seed(seed)
-    obs, actions = torch.randn(rows, 5, generator=g), torch.randn(rows, 3, generator=g)
-    return obs, actions, *torch.randn(3, rows, generator=g)
-
-
-def named_gradients(script, agent, minibatch, args, masks=None):
-    extra = () if masks is None else (masks,)
-    grads, stats = script.gradients(agent, minibatch, *extra, args)
+def named_gradients(script, agent, minibatch, args):
+    grads, stats = script.gradients(agent, minibatch, args)
     return dict(zip(dict(agent.named_parameters()), grads, strict=True)), stats
 
 
@@ -41,45 +33,45 @@ def sum_of_scores(agent, means, actions, weights):
 def test_vsop_gradient_is_h_plus_times_the_score(relu):
     args, agent = small_agent(vsop_continuous, max_grad_norm=1e9, relu_advantage=relu)
     agent.log_std.data.uniform_(-0.5, 0.5)
-    obs, actions, old, advantages, returns = data(16)
     masks = vsop_continuous.sample_masks(4, args.width, p=0.3, device="cpu")
-    grads, _ = named_gradients(vsop_continuous, agent, (obs, actions, old, advantages, returns), args, masks)
-    h = advantages.clamp(min=0) if relu else advantages
-    for name, expected in sum_of_scores(agent, agent.actor(obs, masks[:2]), actions, h).items():
+    minibatch = random_minibatch(vsop_continuous, args, masks=masks)
+    grads, _ = named_gradients(vsop_continuous, agent, minibatch, args)
+    h = minibatch.advantages.clamp(min=0) if relu else minibatch.advantages
+    means = agent.actor(minibatch.obs, masks[:2])
+    for name, expected in sum_of_scores(agent, means, minibatch.actions, h).items():
         torch.testing.assert_close(grads[name], -expected / 16, atol=1e-6, rtol=1e-4)
 
 
 def test_vsop_actor_gradient_is_zero_without_positive_advantages():
     args, agent = small_agent(vsop_continuous)
-    obs, actions, old, advantages, returns = data(16)
-    minibatch = (obs, actions, old, -advantages.abs(), returns)
-    grads, _ = named_gradients(vsop_continuous, agent, minibatch, args, torch.ones(4, args.width))
+    minibatch = random_minibatch(vsop_continuous, args, advantages=-torch.rand(16))
+    grads, _ = named_gradients(vsop_continuous, agent, minibatch, args)
     for name, grad in grads.items():
         assert (grad == 0).all() == (not name.startswith("critic")), name
 
 
 def test_a3c_gradient_is_the_advantage_times_the_score():
     args, agent = small_agent(a3c_continuous, max_grad_norm=1e9)
-    obs, actions, old, advantages, returns = data(16)
-    grads, _ = named_gradients(a3c_continuous, agent, (obs, actions, old, advantages, returns), args)
-    for name, expected in sum_of_scores(agent, agent.actor(obs), actions, advantages).items():
+    minibatch = random_minibatch(a3c_continuous, args)
+    grads, _ = named_gradients(a3c_continuous, agent, minibatch, args)
+    scores = sum_of_scores(agent, agent.actor(minibatch.obs), minibatch.actions, minibatch.advantages)
+    for name, expected in scores.items():
         torch.testing.assert_close(grads[name], -expected / 16, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("script", [vsop_continuous, a3c_continuous])
 def test_critic_descends_half_the_mean_squared_error(script):
     args, agent = small_agent(script, max_grad_norm=1e9)
-    minibatch = data(16)
-    masks = torch.ones(4, args.width) if script is vsop_continuous else None
-    grads, stats = named_gradients(script, agent, minibatch, args, masks)
-    errors = agent.critic(minibatch[0]).squeeze(-1) - minibatch[4]
+    minibatch = random_minibatch(script, args)
+    grads, stats = named_gradients(script, agent, minibatch, args)
+    errors = agent.critic(minibatch.obs).squeeze(-1) - minibatch.returns
     torch.testing.assert_close(grads["critic.out.bias"], errors.mean().reshape(1))  # d/db of 0.5 * mean(error^2)
     torch.testing.assert_close(stats["value_loss"], errors.square().mean())
 
 
 def test_gradient_is_clipped_to_the_norm():
     args, agent = small_agent(vsop_continuous, max_grad_norm=0.1)
-    grads, stats = named_gradients(vsop_continuous, agent, data(16), args, torch.ones(4, args.width))
+    grads, stats = named_gradients(vsop_continuous, agent, random_minibatch(vsop_continuous, args), args)
     assert stats["grad_norm"] > 0.1
     assert math.isclose(math.sqrt(sum(g.square().sum().item() for g in grads.values())), 0.1, rel_tol=1e-4)
 
@@ -87,51 +79,46 @@ def test_gradient_is_clipped_to_the_norm():
 def test_entropy_and_its_coefficient():
     args, agent = small_agent(vsop_continuous, ent_coef=0.5, max_grad_norm=1e9)
     agent.log_std.data = torch.tensor([0.1, -0.4, 0.7])
-    obs, actions, old, advantages, returns = data(16)
-    minibatch = (obs, actions, old, -advantages.abs(), returns)
-    grads, stats = named_gradients(vsop_continuous, agent, minibatch, args, torch.ones(4, args.width))
+    minibatch = random_minibatch(vsop_continuous, args, advantages=-torch.rand(16))
+    grads, stats = named_gradients(vsop_continuous, agent, minibatch, args)
     expected = torch.distributions.Normal(0, agent.log_std.exp()).entropy().sum()
     torch.testing.assert_close(stats["entropy"], expected.detach())
     torch.testing.assert_close(grads["log_std"], torch.full((3,), -0.5))
-
-
-@pytest.mark.parametrize("p, steps, envs", [(0.025, 2048, 1), (0.5, 8, 2)])
-def test_weight_decay_is_decoupled_and_of_the_stated_size(p, steps, envs):
-    args, agent = small_agent(
-        vsop_continuous, dropout_rate=p, num_steps=steps, num_envs=envs, total_timesteps=steps * envs
-    )
-    before = [parameter.detach().clone() for parameter in agent.parameters()]
-    optimizer = vsop_continuous.Optimizer(agent, args)
-    with torch.no_grad():
-        optimizer.step([torch.zeros_like(parameter) for parameter in agent.parameters()], optimizer.rates())
-    shrink = 1 - args.learning_rate * (1 - p) / (2 * steps * envs)
-    for old, new in zip(before, agent.parameters()):
-        torch.testing.assert_close(new.detach(), old * shrink, atol=0, rtol=1e-7)
-    assert optimizer.decay == pytest.approx(2.38e-4 if steps == 2048 else 0.5 / 32, rel=1e-3)
 
 
 @pytest.mark.parametrize("name, optimizer, settings", [
     ("vsop_continuous", torch.optim.AdamW, dict(lr=2e-4, eps=1e-8, weight_decay=0.975 / 32)),
     ("rmpg_continuous", torch.optim.AdamW, dict(lr=2e-4, eps=1e-8, weight_decay=1 / 32)),
     ("vsppo_continuous", torch.optim.AdamW, dict(lr=2.5e-4, eps=1e-8, weight_decay=0.965 / 32)),
-    ("ppo_continuous", torch.optim.Adam, dict(lr=3e-4, eps=1e-5)),
-    ("a3c_continuous", torch.optim.RMSprop, dict(lr=7e-4, eps=3e-6, alpha=0.99)),
+    ("ppo_continuous", torch.optim.Adam, dict(lr=3e-4, eps=1e-5, weight_decay=0)),
+    ("a3c_continuous", torch.optim.RMSprop, dict(lr=7e-4, eps=3e-6, alpha=0.99, weight_decay=0)),
 ])  # fmt: skip
-def test_optimizer_is_torchs_with_the_papers_settings(name, optimizer, settings):
+def test_optimizer_has_the_papers_settings(name, optimizer, settings):
     script = load(name)
     args, agent = small_agent(script)
-    twin = copy.deepcopy(agent)
-    ours, theirs = script.Optimizer(agent, args), optimizer(twin.parameters(), **settings)
-    for step in range(30):
-        ours.lr = theirs.param_groups[0]["lr"] = settings["lr"] * (1 - step / 30)
-        grads = [torch.randn_like(parameter) * 10.0 ** (step % 7 - 5) for parameter in agent.parameters()]
-        for parameter, grad in zip(twin.parameters(), grads):
-            parameter.grad = grad
-        with torch.no_grad():
-            ours.step(grads, ours.rates())
-        theirs.step()
-        for one, other in zip(agent.parameters(), twin.parameters()):
-            torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
+    found = script.make_optimizer(agent, args)
+    assert type(found) is optimizer and len(found.param_groups) == 1
+    assert {key: found.param_groups[0][key] for key in settings} == pytest.approx(settings)
+    assert len(found.param_groups[0]["params"]) == len(list(agent.parameters()))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_tensor_of_an_update_is_left_on_the_cpu(name):
+    """On the meta device, where an operation with a tensor of the CPU is an error, as it is on a GPU."""
+    script, device = load(name), torch.device("meta")
+    args, agent = small_agent(script, num_minibatches=2)
+    batch = random_minibatch(script, args)
+    batch = script.Batch(*(x.to(device) for x in batch))
+    agent = agent.to(device)
+    for minibatch in script.minibatches(batch, args):
+        grads, stats = script.gradients(agent, minibatch, args)
+        assert all(x.device == device for x in (*grads, *stats.values()))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_on_cuda_is_the_eager_one(name):
+    compare_compiled_with_eager(name, torch.device("cuda"))
 
 
 # ratio, advantage, loss, derivative of the loss by the ratio; clip_coef 0.2
@@ -177,13 +164,10 @@ def test_ppo_value_loss(value, old, target, loss, slope):
 @pytest.mark.parametrize("clip_values", [True, False])
 def test_ppo_loss_is_made_of_its_parts(normalize, clip_values):
     args, agent = small_agent(ppo_continuous, norm_adv=normalize, clip_vloss=clip_values)
-    obs, actions, _, advantages, returns = data(16)
+    obs, actions, _, advantages, returns, old_values, _ = minibatch = random_minibatch(ppo_continuous, args)
     normal = torch.distributions.Normal(agent.actor(obs), agent.log_std.exp())
     old_logprobs = normal.log_prob(actions).sum(-1).detach() + 0.3 * torch.randn(16)
-    old_values = torch.randn(16)
-    loss, stats = ppo_continuous.loss_function(
-        agent, (obs, actions, old_logprobs, advantages, returns, old_values), args
-    )
+    loss, stats = ppo_continuous.loss_function(agent, minibatch._replace(logprobs=old_logprobs), args)
     h = (advantages - advantages.mean()) / advantages.std() if normalize else advantages
     ratio = (normal.log_prob(actions).sum(-1) - old_logprobs).exp()
     policy = -torch.minimum(ratio * h, ratio.clamp(0.8, 1.2) * h).mean()
@@ -212,15 +196,9 @@ def test_rmpg_gradient_is_the_integral_over_all_actions():
     center = h_plus(torch.linspace(low, high, 101)).mean() - 10.0  # so that about half of the actions count
 
     uniform = low + (high - low) * (torch.arange(k) + 0.5) / k
-    minibatch = (
-        obs,
-        torch.zeros(1, 1),
-        torch.zeros(1),
-        torch.zeros(1),
-        uniform.view(1, k, 1),
-        h_plus(uniform).view(1, k),
-    )
-    grads, _ = named_gradients(rmpg_continuous, agent, minibatch, args, torch.ones(4, args.width))
+    columns = dict(obs=obs, uniform=uniform.view(1, k, 1), h_plus=(high - low) * h_plus(uniform).view(1, k))
+    minibatch = random_minibatch(rmpg_continuous, args, rows=1, action_dim=1, **columns)
+    grads, _ = named_gradients(rmpg_continuous, agent, minibatch, args)
 
     grid = torch.linspace(low, high, 10_001)
     mean, std = agent.actor(obs).item(), math.exp(-0.5)
@@ -236,10 +214,10 @@ def test_rmpg_gradient_is_the_integral_over_all_actions():
 
 def test_rmpg_critic_learns_q_of_the_action_taken():
     args, agent = small_agent(rmpg_continuous, max_grad_norm=1e9)
-    obs, actions, old, _, returns = data(16)
-    minibatch = (obs, actions, old, returns, torch.zeros(16, 4, 3), torch.zeros(16, 4))
-    grads, stats = named_gradients(rmpg_continuous, agent, minibatch, args, torch.ones(4, args.width))
-    errors = agent.critic(torch.cat([obs, actions], dim=-1)).squeeze(-1) - returns
+    minibatch = random_minibatch(rmpg_continuous, args)
+    grads, stats = named_gradients(rmpg_continuous, agent, minibatch, args)
+    pairs = torch.cat([minibatch.obs, minibatch.actions], dim=-1)
+    errors = agent.critic(pairs).squeeze(-1) - minibatch.returns
     torch.testing.assert_close(grads["critic.out.bias"], errors.mean().reshape(1))
 
 
@@ -252,43 +230,72 @@ def test_logprob_is_torchs(name):
 
 def test_mechanisms_report_what_they_say():
     args, agent = small_agent(vsop_continuous, dropout_rate=0.5)
-    advantages, values = np.array([[1.0], [-2.0], [3.0], [-1.0]]), np.array([[1.0], [2.0], [0.0], [1.0]])
-    next_values = np.array([[2.0], [0.0], [1.0], [0.0]])
-    est = vsop_continuous.Estimate(advantages, values, next_values, (torch.randn(4, 5),))
-    found = vsop_continuous.mechanisms(agent, est, args)
+    columns = dict(advantages=[1.0, -2.0, 3.0, -1.0], values=[1.0, 2.0, 0.0, 1.0], next_values=[2.0, 0.0, 1.0, 0.0])
+    columns = {name: torch.tensor(x) for name, x in columns.items()}
+    batch = random_minibatch(vsop_continuous, args, rows=4, **columns)
+    state = torch.get_rng_state()
+    found = vsop_continuous.mechanisms(agent, batch, 2048, args)
+    assert torch.equal(state, torch.get_rng_state())  # logging does not change learning
     assert found["positive_advantages"] == 0.5
-    assert found["c_pi"] == pytest.approx((0.99 * 2 - 1 + 0.99 * 1) / 4)
+    assert found["c_pi"].item() == pytest.approx((0.99 * 2 - 1 + 0.99 * 1) / 4)
     assert found["disagreement"] > 0
     args.dropout_rate = 0.0
-    assert vsop_continuous.mechanisms(agent, est, args)["disagreement"] == 0
+    assert vsop_continuous.mechanisms(agent, batch, 2048, args)["disagreement"] == 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_compiled_step_is_the_eager_one(name):
+def test_numpy_weights_are_copies(name):
+    """An optimizer's step changes the weights in place, and must not reach those that act."""
+    script = load(name)
+    _, agent = small_agent(script)
+    layers = script.numpy_layers(agent.actor)
+    before = [x.copy() for layer in layers for x in layer]
+    for parameter in agent.parameters():
+        parameter.data += 1.0
+    for x, y in zip((x for layer in layers for x in layer), before):
+        np.testing.assert_array_equal(x, y)
+
+
+def compare_compiled_with_eager(name, device):
     """To rounding, over several calls, so that the power iteration and the optimizer's state are compared as well."""
     script = load(name)
     args, agent = small_agent(script, width=32)
+    agent = agent.to(device)
     twin = copy.deepcopy(agent)
-    optimizers = [script.Optimizer(x, args) for x in (agent, twin)]
-    compiled = script.compiled(script.gradient_step, torch.device("cpu"))
-    assert compiled is not script.gradient_step
-    columns = data(16)
-    if "rmpg" in name:
-        columns = (*columns[:3], columns[4], torch.randn(16, 7, 3), torch.rand(16, 7))
-    if "ppo" in name:
-        columns = (*columns, torch.randn(16))
+    optimizers = [script.make_optimizer(x, args) for x in (agent, twin)]
+    fast = script.compiled(script.gradients, device)
     start = [parameter.detach().clone() for parameter in agent.parameters()]
     for seed in range(5):
-        torch.manual_seed(seed)
-        stats = script.update(agent, optimizers[0], script.gradient_step, columns, args)
-        torch.manual_seed(seed)
-        fast_stats = script.update(twin, optimizers[1], compiled, columns, args)
+        minibatch = random_minibatch(script, args)
+        if hasattr(minibatch, "masks"):
+            torch.manual_seed(seed)
+            minibatch = minibatch._replace(masks=script.sample_masks(4, args.width, p=args.dropout_rate, device="cpu"))
+        minibatch = script.Batch(*(x.to(device) for x in minibatch))
+        stats = script.update(agent, optimizers[0], script.gradients, minibatch, args)
+        fast_stats = script.update(twin, optimizers[1], fast, minibatch, args)
         assert stats.keys() == fast_stats.keys()
         for key in stats:
             torch.testing.assert_close(fast_stats[key], stats[key], atol=1e-6, rtol=1e-4)
     for one, other in zip(agent.buffers(), twin.buffers()):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     # The first moment is the gradient's average, which Adam's step hides: it takes the sign of the tiniest gradient.
-    for key, value in optimizers[0].state_dict().items():
-        torch.testing.assert_close(optimizers[1].state_dict()[key], value, atol=1e-6, rtol=1e-4)
+    for one, other in zip(*(optimizer.state.values() for optimizer in optimizers)):
+        for key in one:
+            torch.testing.assert_close(other[key], one[key], atol=1e-6, rtol=1e-4)
     assert any(not torch.equal(old, new) for old, new in zip(start, twin.parameters()))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_compiled_step_is_the_eager_one(name, capsys):
+    compare_compiled_with_eager(name, torch.device("cpu"))
+    assert capsys.readouterr().err == ""  # it was compiled
+
+
+def test_a_setting_changed_in_mid_run_reaches_the_compiled_gradient():
+    args, agent = small_agent(a3c_continuous)
+    minibatch = random_minibatch(a3c_continuous, args)
+    fast = a3c_continuous.compiled(a3c_continuous.gradients, torch.device("cpu"))
+    for args.ent_coef in (0.0, 0.7):
+        expected, _ = a3c_continuous.gradients(agent, minibatch, args)
+        for x, y in zip(fast(agent, minibatch, args)[0], expected):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)

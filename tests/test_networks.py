@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from conftest import small_agent
+from conftest import random_minibatch, small_agent
 
 
 def hidden_layers(agent):
@@ -51,11 +51,7 @@ def test_one_power_iteration_per_gradient(bayesian):
     layer = agent.actor.hidden[1]
     v = torch.nn.functional.normalize(layer.weight.T @ layer.u, dim=0)
     u = torch.nn.functional.normalize(layer.weight @ v, dim=0)
-    columns = {"rmpg_continuous": (5, 3, 0, 0, (4, 3), 4), "vsppo_continuous": (5, 3, 0, 0, 0, 0)}
-    minibatch = []
-    for size in columns.get(bayesian.__name__, (5, 3, 0, 0, 0)):
-        minibatch.append(torch.randn(16, *(size if isinstance(size, tuple) else (size,) if size else ())))
-    bayesian.gradients(agent, tuple(minibatch), torch.ones(4, args.width), args)
+    bayesian.gradients(agent, random_minibatch(bayesian, args), args)
     torch.testing.assert_close(layer.u, u)
     torch.testing.assert_close(layer.v, v)
 
@@ -112,7 +108,7 @@ def test_numpy_actor_is_the_torch_actor(script):
     for parameter in agent.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     obs = torch.randn(7, 5)
-    layers = script.arrays(agent.actor)
+    layers = script.numpy_layers(agent.actor)
     mean = agent.actor(obs).detach().numpy()
     np.testing.assert_allclose(script.forward(layers, obs.numpy()), mean, atol=1e-5)
     if hasattr(script, "sample_masks"):

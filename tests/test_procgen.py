@@ -133,13 +133,14 @@ def test_a_time_limit_is_no_true_end(vsop):
 def test_the_rollout_is_written_once_and_stays_bytes(script):
     args, envs, agent = make(script)
     rollout = collect(script, args, envs, agent)
-    est = script.estimate(agent, rollout, envs, args, CPU)
-    obs = est.batch[0]
-    assert obs.dtype == torch.uint8 and obs.data_ptr() == rollout.obs.data_ptr()
-    (minibatch,) = script.minibatches(est.batch, args)
-    assert minibatch[0].data_ptr() == rollout.obs.data_ptr()
-    assert sorted(minibatch[1].tolist()) == list(range(32))
-    torch.testing.assert_close(minibatch[2], est.batch[1][minibatch[1]])  # actions go with their rows
+    batch = script.estimate(agent, rollout, envs, args, CPU)
+    assert batch.obs.dtype == torch.uint8 and batch.obs.data_ptr() == rollout.obs.data_ptr()
+    batch = batch._replace(returns=torch.arange(32.0))
+    (minibatch,) = script.minibatches(batch, args)
+    rows = minibatch.returns.long()
+    assert sorted(rows.tolist()) == list(range(32))
+    torch.testing.assert_close(minibatch.actions, batch.actions[rows])  # columns stay together
+    torch.testing.assert_close(minibatch.obs, batch.obs[rows])
     assert all(conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convolutions(agent))
 
 
@@ -192,7 +193,8 @@ def test_advantages_against_the_sum_of_residuals(script, bootstrap):
     rollout.truncated[5, 1] = True  # a time limit, as if the level had not been over
     if bootstrap:
         rollout.final_obs[5, 1] = frame
-    est = script.estimate(agent, rollout, envs, args, CPU)
+    batch = script.estimate(agent, rollout, envs, args, CPU)
+    advantages = batch.advantages.view(40, 2)
     with torch.no_grad():
         values = agent(rollout.obs.flatten(0, 1))[1].view(40, 2).numpy()
         last = agent(torch.as_tensor(envs.obs))[1].numpy()
@@ -210,54 +212,70 @@ def test_advantages_against_the_sum_of_residuals(script, bootstrap):
                 weight *= args.gamma * args.gae_lambda
                 if rollout.terminated[s, i] or rollout.truncated[s, i]:
                     break
-            assert est.advantages[t, i] == pytest.approx(expected, abs=1e-4)
+            assert advantages[t, i].item() == pytest.approx(expected, abs=1e-4)
 
 
 def filled_minibatch(script, args, rows):
-    """Frames, row numbers and numbers for a minibatch that no game has made."""
+    """A minibatch that no game has made."""
     generator = torch.Generator().manual_seed(0)
-    obs = torch.randint(256, (rows + 10, 64, 64, 3), generator=generator, dtype=torch.uint8)
+    obs = torch.randint(256, (rows, 64, 64, 3), generator=generator, dtype=torch.uint8)
     actions = torch.randint(15, (rows,), generator=generator)
-    numbers = torch.randn((4 if script.__name__ == "ppo_procgen" else 3, rows), generator=generator)
-    numbers[0] = -2.7 + 0.1 * numbers[0]  # log-probabilities
-    return obs, torch.randperm(rows + 10, generator=generator)[:rows], actions, *numbers
-
-
-def masks_for(script, args):
-    return (script.sample_posterior(args=args, device=CPU),) if hasattr(script, "sample_posterior") else ()
+    logprobs, *columns = torch.randn((5, rows), generator=generator)
+    masks = (script.sample_posterior(args=args, device=CPU),) if hasattr(script, "sample_posterior") else ()
+    return script.Batch(obs, actions, -2.7 + 0.1 * logprobs, *columns, *masks)
 
 
 def test_the_gradient_in_parts_is_that_of_the_whole(script):
     args, envs, agent = make(script, max_grad_norm=1e9)
-    minibatch, masks = filled_minibatch(script, args, 300), masks_for(script, args)
-    grads, stats = script.gradients(agent, minibatch, *masks, args)
-    obs, rows, actions, old_logprobs, advantages, *others = minibatch
+    minibatch = filled_minibatch(script, args, 300)
+    grads, stats = script.gradients(agent, minibatch, args)
     if script.__name__ == "ppo_procgen":
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    whole = (obs[rows], actions, old_logprobs, advantages, *others)
-    loss, _ = script.loss_function(agent, whole, *masks, args)
+        h = minibatch.advantages
+        loss, _ = script.loss_function(agent, minibatch._replace(advantages=(h - h.mean()) / (h.std() + 1e-8)), args)
+    else:
+        loss, _ = script.loss_function(agent, minibatch, args)
     expected = torch.autograd.grad(loss, list(agent.parameters()))
     for grad, x in zip(grads, expected):
         torch.testing.assert_close(grad, x, atol=1e-5, rtol=1e-3)
     norm = torch.cat([x.flatten() for x in expected]).norm()
     assert stats["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-3)
     args.max_grad_norm = 0.5 * norm.item()
-    clipped, _ = script.gradients(agent, minibatch, *masks, args)
+    clipped, _ = script.gradients(agent, minibatch, args)
     assert torch.cat([x.flatten() for x in clipped]).norm().item() == pytest.approx(args.max_grad_norm, rel=0.01)
+
+
+def test_settings_are_those_of_the_authors_code(script):
+    """With a shared trunk and gradients clipped at 0.5, the critic's weight decides how much reaches the policy."""
+    args, envs, agent = make(script)
+    optimizer = script.make_optimizer(agent, args)
+    assert type(optimizer) is torch.optim.Adam
+    assert (optimizer.defaults["eps"], optimizer.defaults["weight_decay"]) == (1e-5, 0)
+    minibatch = filled_minibatch(script, args, 6)
+    minibatch = minibatch._replace(values=minibatch.returns)  # PPO: nothing to clip
+    _, stats = script.loss_function(agent, minibatch, args)
+    loss, _ = script.loss_function(agent, minibatch._replace(advantages=torch.zeros(6)), args)
+    values = agent(minibatch.obs, *minibatch[7:])[1]
+    expected = 0.25 * ((values - minibatch.returns) ** 2).mean() - args.ent_coef * stats["entropy"]
+    if script.__name__ == "vsop_procgen":
+        torch.testing.assert_close(loss, expected)
+    else:
+        clipped = minibatch.returns + (values - minibatch.returns).clamp(-0.2, 0.2)
+        worse = torch.max((values - minibatch.returns) ** 2, (clipped - minibatch.returns) ** 2)
+        torch.testing.assert_close(loss, 0.25 * worse.mean() - args.ent_coef * stats["entropy"])
 
 
 def test_vsop_loss_against_the_formula(vsop):
     args, envs, agent = make(vsop, ent_coef=0.1, vf_coef=0.3)
-    obs, rows, actions, old_logprobs, advantages, returns = filled_minibatch(vsop, args, 6)
-    (masks,) = masks_for(vsop, args)
-    loss, stats = vsop.loss_function(agent, (obs[rows], actions, old_logprobs, advantages, returns), masks, args)
-    logits, values = agent(obs[rows], masks)
+    minibatch = filled_minibatch(vsop, args, 6)
+    actions, advantages, returns = minibatch.actions, minibatch.advantages, minibatch.returns
+    loss, stats = vsop.loss_function(agent, minibatch, args)
+    logits, values = agent(minibatch.obs, minibatch.masks)
     policy = torch.distributions.Categorical(logits=logits)
     terms = [-max(h.item(), 0.0) * policy.log_prob(actions)[i] for i, h in enumerate(advantages)]
     expected = sum(terms) / 6 + 0.3 * ((values - returns) ** 2).mean() - 0.1 * policy.entropy().mean()
     torch.testing.assert_close(loss, expected)
     args.relu_advantage = False
-    loss, _ = vsop.loss_function(agent, (obs[rows], actions, old_logprobs, advantages, returns), masks, args)
+    loss, _ = vsop.loss_function(agent, minibatch, args)
     signed = sum(-h * policy.log_prob(actions)[i] for i, h in enumerate(advantages)) / 6
     torch.testing.assert_close(loss - expected, signed - sum(terms) / 6)
 
@@ -265,10 +283,9 @@ def test_vsop_loss_against_the_formula(vsop):
 def test_ppo_loss_against_the_formula():
     ppo = load("ppo_procgen")
     args, envs, agent = make(ppo, ent_coef=0.1, vf_coef=0.3)
-    obs, rows, actions, old_logprobs, advantages, returns, old_values = filled_minibatch(ppo, args, 6)
-    minibatch = (obs[rows], actions, old_logprobs, advantages, returns, old_values)
+    obs, actions, old_logprobs, advantages, returns, old_values, _ = minibatch = filled_minibatch(ppo, args, 6)
     loss, _ = ppo.loss_function(agent, minibatch, args)
-    logits, values = agent(obs[rows])
+    logits, values = agent(obs)
     policy = torch.distributions.Categorical(logits=logits)
     policy_terms, value_terms = [], []
     for i in range(6):
@@ -283,8 +300,8 @@ def test_ppo_loss_against_the_formula():
 
 def test_spectral_norm_of_the_hidden_layer(vsop):
     args, envs, agent = make(vsop)
-    for _ in range(300):
-        agent.power_iteration()
+    agent.hidden.weight.data += 0.01 * torch.randn_like(agent.hidden.weight)
+    collect(vsop, args, envs, agent)  # which brings u and v to convergence
     exact = torch.linalg.matrix_norm(agent.hidden.weight, 2)
     assert agent.hidden.sigma().item() == pytest.approx(exact.item(), rel=1e-3)
     x = torch.randn(3, 2048)
