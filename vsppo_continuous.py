@@ -16,120 +16,86 @@
 
     J = E[ min(rho h(s, a), clip(rho, 1 - eps, 1 + eps) h(s, a)) ],   rho = pi(a | s, theta) / pi(a | s, theta_old)
 
-where theta_old is the draw of the actor that acted (Thompson sampling) and theta ~ q(theta | theta_hat, p) a new one.
+where theta_old is the sample of the actor that acted (Thompson sampling) and theta ~ q(theta | theta_hat, p) a new one.
 
     python vsppo_continuous.py --env-id Humanoid-v4
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix
-"Spectral Normalization and Thompson Sampling May Improve PPO". Line numbers in comments are those of Algorithm 1.
+"Spectral Normalization and Thompson Sampling May Improve PPO".
+"Line n" in a comment is a line of its Algorithm 1:
+
+     5  theta ~ q(theta | theta_hat, p)                 9  freeze the critic, v*
+     6  a ~ pi(a | s, theta)                           10  beta = (1 - p) / (2 |D|)
+     7  s', r ~ p(s', r | s, a)                        13  v~ ~ q(v | v*, p)
+     8  D = D + (s, a, r)                           14-15  theta ~ q; step on the clipped objective, decay by beta
+                                                    16-17  v ~ q; step on the squared error, decay by beta
+
+The file is read from top to bottom: settings, environment, networks, rollout, advantages, loss, loop. What is below
+the loop only keeps a run alive: argument checks, checkpoints, logging, the command line.
 """
 
-import argparse
 import difflib
 import fcntl
 import io
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import zipfile
 from collections import deque
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 # Matrices of this size gain nothing from more threads, and runs side by side would fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import gymnasium as gym
-import numpy as np
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-import tyro
-from torch.func import functional_call, grad
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
-
-def fail(message: str, code: int = 2):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+try:
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+    import tyro
+    from torch.func import functional_call, grad
+    from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    env_id: str = "HalfCheetah-v4"
-    """Gymnasium id of a task with continuous actions"""
-    seed: int = 1
-    """seed of the environments, the initial weights and all sampling"""
-    total_timesteps: int = 3_000_000
-    """environment steps to train for, over all environments"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    num_steps: int = 2048
-    """steps of each environment per rollout"""
-    learning_rate: float = 2.5e-4
-    """learning rate of the optimizer"""
-    anneal_lr: bool = True
-    """anneal the learning rate linearly to 0 over total_timesteps"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.89
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 64
-    """minibatches per epoch"""
-    update_epochs: int = 9
-    """epochs over each rollout"""
-    max_grad_norm: float = 2.1
-    """clip the norm of the gradient to this"""
-    clip_coef: float = 0.2
-    """epsilon: how far the probability ratio, and a clipped value, may move from the old one"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_vloss: bool = True
-    """clip the critic's step as the policy's"""
-    ent_coef: float = 0.0
-    """coefficient of the entropy bonus"""
-    vf_coef: float = 0.5
-    """coefficient of the critic's squared error"""
-    width: int = 256
-    """units in each of the two hidden layers"""
-    dropout_rate: float = 0.035
-    """p: probability of dropping a hidden unit; also sets the weight decay, (1 - p) / (2 * num_steps * num_envs)"""
-    spectral_norm: bool = True
-    """divide the hidden layers by their spectral norm (ablation: --no-spectral-norm)"""
-    thompson: bool = True
-    """act, and estimate advantages, with samples of the weights and not with their mean (ablation: --no-thompson)"""
-    norm_obs: bool = True
-    """normalize observations by their running mean and variance"""
-    norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return"""
-    bootstrap_truncated: bool = True
-    """add gamma * v(final observation) at a time limit; --no-bootstrap-truncated takes it for an end, as published"""
-    cuda: bool = False
-    """compute gradients on a GPU; acting is always on the CPU, and networks this small rarely gain"""
-    compile: bool = True
-    """compile the update with torch.compile when a C++ compiler is installed"""
-    checkpoint_every: int = 20_480
-    """environment steps between checkpoints, in runs/<run>/checkpoint.pt; SIGTERM and Ctrl-C leave one as well"""
-    resume: Path | None = None
-    """go on with the run in this folder, with its own arguments; only --total-timesteps, to extend it, and flags that
-    do not touch the learning may be given beside it"""
-    capture_video: bool = False
-    """film some episodes of the first environment into runs/<run>/videos"""
-    track: bool = False
-    """track the run with Weights & Biases"""
-    wandb_project_name: str = "vsop"
-    """W&B project"""
-    wandb_entity: str | None = None
-    """W&B user or team"""
+    env_id: str = "HalfCheetah-v4"  # Gymnasium id of a task with continuous actions, or module:id of your own
+    env_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)  # its arguments, as NAME VALUE pairs
+    seed: int = 1  # seed of the environments, the initial weights and all sampling
+    total_timesteps: int = 3_000_000  # environment steps to train for, over all environments
+    num_envs: int = 1  # number of parallel environments
+    num_steps: int = 2048  # steps per environment in a rollout
+    learning_rate: float = 2.5e-4  # learning rate of the optimizer
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0 over total_timesteps
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.89  # lambda of generalized advantage estimation
+    num_minibatches: int = 64  # minibatches per epoch
+    update_epochs: int = 9  # passes over each rollout
+    max_grad_norm: float = 2.1  # gradients are clipped to this norm
+    clip_coef: float = 0.2  # epsilon: how far the probability ratio, and a clipped value, may move from the old one
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_vloss: bool = True  # clip the critic's step as the policy's
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    width: int = 256  # units in each of the two hidden layers
+    dropout_rate: float = 0.035  # p, probability of dropping a hidden unit; sets the weight decay too
+    spectral_norm: bool = True  # divide the hidden layers by their spectral norm
+    thompson: bool = True  # sample the weights to act and to estimate advantages, instead of using their mean
+    norm_obs: bool = True  # normalize observations by their running mean and variance
+    norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
+    bootstrap_truncated: bool = True  # bootstrap from v(final observation) at a time limit; the authors' code does not
 
     @property
     def batch_size(self) -> int:
@@ -139,68 +105,22 @@ class Args:
     def num_iterations(self) -> int:
         return self.total_timesteps // self.batch_size
 
-    def __post_init__(self):
-        def check(valid, names, meaning):
-            for name in names.split():
-                if not valid(getattr(self, name)):
-                    fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(self, name)}")
 
-        check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width", "at least 1")
-        check(lambda x: x >= 1, "checkpoint_every", "at least 1")
-        check(lambda x: x >= 0, "seed", "at least 0")
-        check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
-        check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
-        check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
-        check(lambda x: 0 <= x < 1, "dropout_rate", "in [0, 1)")
-        if self.batch_size % self.num_minibatches:
-            fail(f"a rollout of {self.batch_size} steps cannot be split into {self.num_minibatches} equal minibatches")
-        if self.num_iterations < 1:
-            fail(f"--total-timesteps {self.total_timesteps} is less than one rollout of {self.batch_size} steps")
+# ----------------------------------------------------------------------------------------------------- environment
 
 
-# ---------------------------------------------------------------------------------------------------- environment
-
-
-def make_env(env_id: str, video_dir: Path | None = None) -> gym.Env:
-    warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
-    import mujoco
-
-    def on_warning(message):  # MuJoCo 4 deprecates an attribute in Gymnasium's own model files
-        if "settotalmass" not in str(message):
-            print(message, file=sys.stderr)
-
-    mujoco.set_mju_user_warning(on_warning)
-    if env_id.startswith("dm_control/"):
-        try:
-            import shimmy
-
-            gym.register_envs(shimmy)
-        except ImportError:
-            fail(f"{env_id} needs dm_control: pip install 'shimmy[dm-control]'")
-    try:
-        env = gym.make(env_id, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
-    except gym.error.UnregisteredEnv:
-        near = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.4)
-        fail(f"unknown task {env_id!r}" + (f"; the nearest names are {', '.join(near)}" if near else ""))
-    except Exception as error:  # whatever a task of a third party may raise
-        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    if not isinstance(env.action_space, gym.spaces.Box):
-        fail(f"{env_id} has actions {env.action_space}, this script needs a Box of continuous actions")
-    if not env.observation_space.is_np_flattenable:
-        fail(f"{env_id} has observations {env.observation_space}, which cannot be flattened into a vector")
+def make_env(args: Args, **options) -> gym.Env:
+    env = gym.make(args.env_id, disable_env_checker=True, **args.env_kwargs, **options)
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
-    if video_dir:
-        warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")  # names have the time in them
-        env = gym.wrappers.RecordVideo(env, str(video_dir), name_prefix=f"{time.time():.0f}")
     return env
 
 
 class RunningStats:
     """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
-    def __init__(self, zero):
-        self.count, self.mean, self.m2 = 0, zero, zero
+    def __init__(self, shape=()):
+        self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
 
     def update(self, x):
         self.count += 1
@@ -212,38 +132,24 @@ class RunningStats:
     def std(self):
         return (self.m2 / max(self.count, 1) + 1e-8) ** 0.5
 
-    def state_dict(self):
-        mean, m2 = (torch.tensor(x, dtype=torch.float64) for x in (self.mean, self.m2))
-        return dict(count=self.count, mean=mean, m2=m2)
-
-    def load_state_dict(self, state):
-        mean, m2 = (x.numpy() if x.ndim else x.item() for x in (state["mean"], state["m2"]))
-        self.count, self.mean, self.m2 = state["count"], mean, m2
-
 
 class Envs:
-    """`num_envs` copies of a task, stepped in turn and reset in the step that ends an episode, with normalization.
+    """Parallel copies of a task: same-step reset, observations and rewards normalized by running statistics.
 
     Written out because it is the hot loop: the usual stack of wrappers costs several times the simulation itself.
     """
 
-    def __init__(self, args, run_dir):
-        self.args, self.num_envs = args, args.num_envs
-        videos = run_dir / "videos" if args.capture_video else None
-        self.envs = [make_env(args.env_id, videos if i == 0 else None) for i in range(args.num_envs)]
-        self.action_space = self.envs[0].action_space
-        self.obs_dim = self.envs[0].observation_space.shape[0]
-        self.action_dim = math.prod(self.action_space.shape)
-        self.action_shape = (self.num_envs, *self.action_space.shape)
-        self.low, self.high = (x.reshape(-1) for x in (self.action_space.low, self.action_space.high))
-        self.obs_stats, self.return_stats = RunningStats(np.zeros(self.obs_dim)), RunningStats(0.0)
-        self.episodes = [(0.0, 0, 0.0)] * self.num_envs  # return, length and discounted return of those in progress
-        self.global_step = 0
+    def __init__(self, envs: list[gym.Env], args: Args):
+        self.envs, self.args = envs, args
+        space = envs[0].action_space
+        self.low, self.high, self.action_dim = space.low.reshape(-1), space.high.reshape(-1), math.prod(space.shape)
+        self.action_shape, self.obs_dim = (len(envs), *space.shape), envs[0].observation_space.shape[0]
+        self.obs_stats, self.return_stats = RunningStats(self.obs_dim), RunningStats()
+        self.episodes = [(0.0, 0, 0.0)] * len(envs)  # return, length and discounted return of those in progress
         self.finished = []  # (global step, return, length) of episodes that ended and are not logged yet
-        self.starts = [args.seed + i for i in range(self.num_envs)]  # seed, or state of the generator before the reset
-        self.taken = [[] for _ in self.envs]  # the actions since: what it takes to play an episode again
-        self.raw = np.array([env.reset(seed=seed)[0] for env, seed in zip(self.envs, self.starts)])
-        self.obs = np.array([self.normalize(x) for x in self.raw])  # what the policy acts on next
+        self.global_step = 0
+        raw = [env.reset(seed=args.seed + i)[0] for i, env in enumerate(envs)]
+        self.obs = np.array([self.normalize(x) for x in raw])  # what the policy acts on next
 
     def normalize(self, raw):
         if not self.args.norm_obs:
@@ -252,36 +158,25 @@ class Envs:
         return ((raw - self.obs_stats.mean) / self.obs_stats.std).clip(-10.0, 10.0).astype(np.float32)
 
     def step(self, actions):
-        """Observations the step led to (`self.obs` holds the new episode's where one ended), rewards, kinds of end."""
+        """Returns next observations (before any reset), rewards, terminated, truncated. `self.obs` is after resets."""
         actions = actions.clip(self.low, self.high).reshape(self.action_shape)
-        results = [env.step(action) for env, action in zip(self.envs, actions)]
-        raw, rewards, terminated, truncated, _ = zip(*results)
-        self.global_step += self.num_envs
-        self.raw = np.array(raw)
-        self.obs = next_obs = np.array([self.normalize(x) for x in self.raw])
-        for taken, action in zip(self.taken, actions):
-            taken.append(action)
-        if any(terminated) or any(truncated):
-            self.obs = next_obs.copy()
-            self.reset([i for i in range(self.num_envs) if terminated[i] or truncated[i]])
+        raw, rewards, terminated, truncated, _ = zip(*[env.step(action) for env, action in zip(self.envs, actions)])
+        self.global_step += len(self.envs)
+        next_obs = np.array([self.normalize(x) for x in raw])
+        self.obs = next_obs.copy()
+        for i, env in enumerate(self.envs):
+            if terminated[i] or truncated[i]:
+                self.obs[i] = self.normalize(env.reset()[0])
         return next_obs, rewards, terminated, truncated
 
-    def reset(self, ended):
-        for i in ended:
-            self.starts[i] = self.envs[i].unwrapped.np_random.bit_generator.state
-            self.taken[i] = []
-            self.raw[i], _ = self.envs[i].reset()
-            self.obs[i] = self.normalize(self.raw[i])
-
-    def score(self, rewards, terminated, truncated):
-        """Divides each reward by the running standard deviation of the discounted return, and records the episodes that
-        ended. In plain floats: a handful of numpy calls per step would cost as much as the policy's network."""
+    def scale_rewards(self, rewards, terminated, truncated):
+        """Divides each reward by the running standard deviation of the discounted return. Records finished episodes."""
         ends = terminated | truncated
         # The authors' code treats a time limit as terminal for values, but not for the scale of rewards.
         restarts = ends if self.args.bootstrap_truncated else terminated
         scales, step = np.empty((len(rewards), 1)), self.global_step - rewards.size
         for t in range(len(rewards)):
-            step += self.num_envs
+            step += len(self.envs)
             for i, reward in enumerate(rewards[t].tolist()):
                 episode_return, length, discounted = self.episodes[i]
                 episode_return, length = episode_return + reward, length + 1
@@ -296,39 +191,8 @@ class Envs:
             scales[t] = self.return_stats.std
         return (rewards / scales).clip(-10.0, 10.0) if self.args.norm_reward else rewards
 
-    def state_dict(self):
-        state = {name: getattr(self, name) for name in ("episodes", "global_step", "starts")}
-        state |= {name: getattr(self, name).state_dict() for name in ("obs_stats", "return_stats")}
-        state |= {name: torch.tensor(getattr(self, name)) for name in ("raw", "obs")}
-        return state | dict(taken=[torch.tensor(np.array(taken)) for taken in self.taken])
 
-    def load_state_dict(self, state):
-        """Plays the episodes in progress again: a simulator's saved state alone is not exact for all tasks."""
-        for name in ("obs_stats", "return_stats"):
-            getattr(self, name).load_state_dict(state[name])
-        for name in ("raw", "obs"):
-            setattr(self, name, state[name].numpy())
-        self.episodes, self.global_step, self.starts = state["episodes"], state["global_step"], state["starts"]
-        self.taken = [list(taken.numpy()) for taken in state["taken"]]
-        for i, (env, start) in enumerate(zip(self.envs, self.starts)):
-            if isinstance(start, int):
-                raw, _ = env.reset(seed=start)
-            else:
-                env.unwrapped.np_random.bit_generator.state = start
-                raw, _ = env.reset()
-            for action in self.taken[i]:
-                raw, *_ = env.step(action)
-            if not np.array_equal(raw, self.raw[i]):
-                print(f"{self.args.env_id} does not repeat itself: an episode in progress starts anew", file=sys.stderr)
-                self.episodes[i] = (0.0, 0, 0.0)
-                self.reset([i])
-
-    def close(self):
-        for env in self.envs:
-            env.close()
-
-
-# ---------------------------------------------------------------------------------------------------------- agent
+# -------------------------------------------------------------------------------------------------------- networks
 
 
 def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
@@ -352,9 +216,8 @@ class SpectralLinear(nn.Linear):
 
     @torch.no_grad()
     def converge(self):
-        """Moves u and v to the limit of power iteration, the leading singular vectors. The smaller Gram matrix has them
-        in half the time of an SVD."""
-        weight = self.weight
+        """Moves u and v to the limit of power iteration, the leading singular vectors."""
+        weight = self.weight  # its smaller Gram matrix takes half the time of an SVD
         if self.in_features < self.out_features:
             self.u.copy_(weight @ torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -1])
         else:
@@ -368,16 +231,22 @@ class SpectralLinear(nn.Linear):
         return F.linear(x, self.weight) / self.sigma() + self.bias
 
 
-def sample_masks(*shape, p, device, generator=None):
+def sample_masks(*shape, p, device="cpu", generator=None):
     """Samples of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
     return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-class MLP(nn.Module):
-    """Two hidden layers. `masks` has a dropout mask for each, shared by all rows of a batch: one draw of the weights,
-    where nn.Dropout would draw one per row. Without masks it is the posterior mean."""
+def relu(x):
+    """Of tensors in the update, and of arrays in the rollout."""
+    return torch.relu(x) if isinstance(x, torch.Tensor) else np.maximum(x, 0.0)
 
-    activation = "relu"
+
+activation = relu
+
+
+class MLP(nn.Module):
+    """Two hidden layers. `masks` has a dropout mask for each, shared by all rows of a batch: one sample of the weights,
+    where nn.Dropout would sample one per row. Without masks it is the posterior mean."""
 
     def __init__(self, in_dim, out_dim, out_gain, args):
         super().__init__()
@@ -388,22 +257,21 @@ class MLP(nn.Module):
 
     def forward(self, x, masks=(1.0, 1.0)):
         for layer, mask in zip(self.hidden, masks):
-            x = torch.relu(layer(x)) * mask
+            x = activation(layer(x)) * mask
         return self.out(x)
 
-    def folded(self):
-        """(weight, bias) of each layer, divided by its spectral norm. One power iteration per gradient lags behind:
-        they converge here, so that the layers that act have a norm of 1."""
+    @torch.no_grad()
+    def layers(self):
+        """(weight, bias) of each layer. One power iteration per gradient lags behind, so u and v converge here: the
+        layers that act have a spectral norm of 1."""
         for layer in (*self.hidden, self.out):
             if isinstance(layer, SpectralLinear):
                 layer.converge()
-                yield layer.weight.detach() / layer.sigma().detach(), layer.bias.detach()
-            else:
-                yield layer.weight.detach(), layer.bias.detach()
+            yield layer.weight / (layer.sigma() if isinstance(layer, SpectralLinear) else 1.0), layer.bias.detach()
 
 
 class Agent(nn.Module):
-    def __init__(self, envs, args):
+    def __init__(self, envs: Envs, args: Args):
         super().__init__()
         self.actor = MLP(envs.obs_dim, envs.action_dim, 0.01, args)
         self.critic = MLP(envs.obs_dim, 1, 1.0, args)
@@ -420,24 +288,23 @@ class Agent(nn.Module):
                 module.power_iteration()
 
 
-@torch.no_grad()
 def numpy_layers(network: MLP) -> list:
-    """(weight transposed, bias) of each layer in numpy, for `forward`. One copy from the device serves all."""
-    tensors = [x for layer in network.folded() for x in layer]
+    """(weight transposed, bias) of each layer in numpy, for `numpy_forward`. One copy from the device serves all."""
+    tensors = [x for layer in network.layers() for x in layer]
     flat = torch.cat([x.flatten() for x in tensors]).cpu()
     arrays = [part.view(x.shape).numpy().T for part, x in zip(flat.split([x.numel() for x in tensors]), tensors)]
     return list(zip(arrays[::2], arrays[1::2]))
 
 
-def forward(layers, x, masks=(1.0, 1.0)):
-    """A network's forward pass in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
+def numpy_forward(layers, x, masks=(1.0, 1.0)):
+    """MLP.forward in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for (weight, bias), mask in zip(hidden, masks):
-        x = np.maximum(x @ weight + bias, 0.0) * mask
+        x = activation(x @ weight + bias) * mask
     return x @ weight_out + bias_out
 
 
-# ------------------------------------------------------------------------------------------------------- learning
+# -------------------------------------------------------------------------------------------------------- learning
 
 
 class Rollout(NamedTuple):
@@ -453,9 +320,8 @@ class Rollout(NamedTuple):
 
 
 @torch.no_grad()
-@np.errstate(invalid="ignore")  # what is not finite is reported by `not_finite`
-def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
-    """Lines 2 to 8: act for num_steps, each step and environment with its own draw of the actor."""
+def collect_rollout(envs: Envs, agent: Agent, args: Args) -> Rollout:
+    """Lines 2 to 8: act for num_steps. Every step of every environment samples its own actor weights."""
     steps, n = args.num_steps, args.num_envs
     layers = numpy_layers(agent.actor)
     log_std = agent.log_std.cpu().numpy()
@@ -463,17 +329,17 @@ def collect(envs: Envs, agent: Agent, args: Args) -> Rollout:
     scaled_noise = noise * np.exp(log_std)
     masks = np.ones((steps, 2, 1, 1), dtype=np.float32)
     if args.thompson:
-        masks = sample_masks(steps, 2, n, args.width, p=args.dropout_rate, device="cpu").numpy()  # line 5
+        masks = sample_masks(steps, 2, n, args.width, p=args.dropout_rate).numpy()  # line 5
     obs, next_obs = np.empty((2, steps, n, envs.obs_dim), dtype=np.float32)
     actions = np.empty((steps, n, envs.action_dim), dtype=np.float32)
     rewards = np.empty((steps, n))
     terminated, truncated = np.empty((2, steps, n), dtype=bool)
     for t in range(steps):
         obs[t] = envs.obs
-        actions[t] = forward(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
+        actions[t] = numpy_forward(layers, envs.obs, masks[t]) + scaled_noise[t]  # line 6
         next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(actions[t])  # lines 7 and 8
     logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # of the sampled policy that acted
-    rewards = envs.score(rewards, terminated, truncated)
+    rewards = envs.scale_rewards(rewards, terminated, truncated)
     return Rollout(obs, actions, logprobs, rewards, next_obs, terminated, truncated)
 
 
@@ -502,19 +368,19 @@ class Batch(NamedTuple):
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
-    """Lines 9 and 13: advantages and targets from a draw of the critic as it is before the update."""
+def compute_advantages(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
+    """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update. Algorithm 1
+    samples it again for every minibatch; the authors' code, like this, once per rollout."""
     ends = rollout.terminated | rollout.truncated
-    jumps = ends.copy()  # where the next state is not the next row
-    jumps[-1] = True
+    cut = ends.copy()  # rows whose next state is not the row that follows
+    cut[-1] = True
     obs = rollout.obs.reshape(args.batch_size, -1)
-    states = np.concatenate([obs, rollout.next_obs[jumps]])
-    layers = numpy_layers(agent.critic)
-    masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0, device="cpu").numpy()
-    values = forward(layers, states, masks)[:, 0]
-    values, jump_values = values[: len(obs)].reshape(rollout.rewards.shape), values[len(obs) :]
-    next_values = np.concatenate([values[1:], values[:1]])
-    next_values[jumps] = jump_values
+    masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0).numpy()
+    states = np.concatenate([obs, rollout.next_obs[cut]])
+    values, cut_values = np.split(numpy_forward(numpy_layers(agent.critic), states, masks)[:, 0], [len(obs)])
+    values = values.reshape(rollout.rewards.shape)
+    next_values = np.roll(values, -1, axis=0)
+    next_values[cut] = cut_values
     next_values[rollout.terminated if args.bootstrap_truncated else ends] = 0.0
     advantages = gae(rollout.rewards, values, next_values, ends, args.gamma, args.gae_lambda)
     columns = (rollout.obs, rollout.actions, rollout.logprobs, advantages, advantages + values, values, next_values)
@@ -578,104 +444,181 @@ def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
     return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, weight_decay=decay, fused=True)
 
 
-@torch.no_grad()  # compiled code that is called without autograd around it costs a tenth less
-def update(agent: Agent, optimizer: torch.optim.Optimizer, gradients, minibatch: Batch, args: Args) -> dict:
-    grads, stats = gradients(agent, minibatch, args)
-    for parameter, x in zip(optimizer.param_groups[0]["params"], grads):
-        parameter.grad = x
-    optimizer.step()
-    return {name: x.clone() for name, x in stats.items()}  # on a GPU the next call overwrites them
+@torch.no_grad()  # `gradients` differentiates by itself
+def learn(args: Args, envs: Envs, agent: Agent, optimizer, device: torch.device, gradients=gradients, start: int = 0):
+    """The training loop. Yields after every iteration, for logging and checkpoints."""
+    parameters = list(agent.parameters())
+    for iteration in range(start + 1, args.num_iterations + 1):
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        rollout = collect_rollout(envs, agent, args)
+        batch = compute_advantages(agent, rollout, args, device)
+        stats = []
+        for _ in range(args.update_epochs):
+            for minibatch in minibatches(batch, args):
+                grads, stat = gradients(agent, minibatch, args)
+                for parameter, x in zip(parameters, grads):
+                    parameter.grad = x
+                optimizer.step()
+                stats.append(torch.stack(list(stat.values())))
+        yield iteration, batch, dict(zip(stat, torch.stack(stats, dim=1)))
 
 
-# ------------------------------------------------------------------------------------------------ results of a run
+# ================================================================================================================
+# That was the algorithm. What follows keeps a run alive and decides nothing about what is learned.
+# ================================================================================================================
 
 
-@torch.no_grad()
-def mechanisms(agent: Agent, batch: Batch, step: int, args: Args) -> dict:
-    """Are the paper's mechanisms at work? The share of steps the policy learns from, the additive term C_pi of
-    Theorem 3.1, and how far samples of the actor disagree (posterior standard deviation of the action mean)."""
-    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
-    obs = batch.obs[:: max(1, args.batch_size // 32)]
-    generator = torch.Generator(obs.device).manual_seed(step)  # of its own, so that logging does not change learning
-    masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device, generator=generator)
-    means = agent.actor(obs.repeat(16, 1), masks.repeat_interleave(len(obs), dim=1)).unflatten(0, (16, -1))
-    positive = (batch.advantages > 0).float().mean()
-    return dict(positive_advantages=positive, c_pi=c_pi, disagreement=means.std(0).mean())
+@dataclass
+class RunArgs(Args):
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    cuda: bool = False  # compute gradients on a GPU; acting is always on the CPU, and networks this small rarely gain
+    compile: bool = True  # compile the gradient with torch.compile
+    checkpoint_every: int = 20_480  # steps between checkpoints in runs/; SIGTERM and Ctrl-C leave one as well
+    resume: Path | None = None  # resume the run in this folder with its saved arguments; --total-timesteps extends it
+    capture_video: bool = False  # film some episodes of the first environment into the run folder
+    track: bool = False  # track the run with Weights & Biases
+    wandb_project_name: str = "vsop"  # W&B project
+    wandb_entity: str | None = None  # W&B user or team
 
 
-@torch.no_grad()
-def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: list, args: Args, detailed: bool):
-    for name in stats[0]:
-        writer.add_scalar(f"losses/{name}", torch.stack([x[name] for x in stats]).mean().item(), step)
-    writer.add_scalar("losses/explained_variance", (1 - batch.advantages.var() / batch.returns.var()).item(), step)
-    for name, value in mechanisms(agent, batch, step, args).items():
-        writer.add_scalar(f"vsop/{name}", value.item(), step)
-    if detailed:
-        writer.add_histogram("vsop/advantages", batch.advantages, step)
-        writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
-        for name, network in (("actor", agent.actor), ("critic", agent.critic)):
-            for i, (weight, _) in enumerate(network.folded()):
-                writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
+def fail(message: str, code: int = 2):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
-def not_finite(rollout: Rollout, stats: list) -> str | None:
-    """What went wrong first in an iteration, if anything did."""
-    for name, x in (("an observation", rollout.next_obs), ("a reward", rollout.rewards)):
-        if not np.isfinite(x).all():
-            return name
-    if torch.stack([x["grad_norm"] for x in stats]).isfinite().all():
-        return None
-    return next(name for x in stats for name, value in x.items() if not value.isfinite())
+def say(message: str):
+    try:
+        print(message, flush=True)
+    except OSError:  # the reader of a pipe is gone: continue without one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# ------------------------------------------------------------------------------------------------ files of a run
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def check_args(args: RunArgs):
+    def check(valid, names, meaning):
+        for name in names.split():
+            if not valid(getattr(args, name)):
+                fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(args, name)}")
+
+    check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width checkpoint_every", "at least 1")
+    check(lambda x: 0 <= x < 2**32, "seed", "in [0, 2^32)")
+    check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
+    check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
+    check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
+    check(lambda x: 0 <= x < 1, "dropout_rate", "in [0, 1)")
+    if args.batch_size % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
+
+
+def check_task(args: RunArgs):
+    """Exits with one line if this script cannot train on the task."""
+    sys.path.append(os.getcwd())  # where the module of a `module:id` may be
+    warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
+    try:
+        import mujoco
+
+        # MuJoCo 4 deprecates an attribute in Gymnasium's own model files.
+        mujoco.set_mju_user_warning(lambda text: "settotalmass" in str(text) or print(text, file=sys.stderr))
+        if args.env_id.startswith("dm_control/"):
+            import shimmy  # noqa: F401, registers the tasks
+        env = make_env(args)
+    except gym.error.UnregisteredEnv:
+        near = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
+        fail(f"--env-id: unknown task {args.env_id!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    except (Exception, SystemExit) as error:  # third-party tasks may raise anything
+        fail(f"--env-id: cannot make {args.env_id}: {first_line(error)}")
+    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
+        fail(f"--env-id: {args.env_id} has actions {env.action_space}, this script needs a Box of floats")
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        fail(f"--env-id: {args.env_id} has observations that cannot be flattened into a vector")
+    env.close()
+
+
+class TaskError(Exception):
+    """What a task raised, as its cause."""
+
+
+class Replayable(gym.Wrapper):
+    """Remembers how the current episode started and its actions. Resuming replays the episode: restoring a simulator's
+    state alone is not exact for all tasks."""
+
+    def reset(self, *, seed=None, options=None):
+        self.start = self.unwrapped.np_random.bit_generator.state if seed is None else seed
+        self.actions = []
+        return self.call(self.env.reset, seed=seed)
+
+    def step(self, action):
+        self.actions.append(action)
+        return self.call(self.env.step, action)
+
+    def call(self, function, *inputs, **options):
+        try:
+            self.raw, *rest = function(*inputs, **options)
+        except (Exception, SystemExit) as error:
+            raise TaskError from error
+        return self.raw, *rest
+
+    def state_dict(self):
+        return dict(start=self.start, actions=torch.tensor(np.array(self.actions)), raw=torch.tensor(self.raw))
+
+    def load_state_dict(self, state) -> bool:
+        """Returns whether the replay reproduced the last observation."""
+        seed = state["start"] if isinstance(state["start"], int) else None
+        if seed is None:
+            self.unwrapped.np_random.bit_generator.state = state["start"]
+        self.reset(seed=seed)
+        for action in state["actions"].numpy():
+            self.step(action)
+        return np.array_equal(self.raw, state["raw"].numpy())
+
+
+def make_envs(args: RunArgs, run_dir: Path) -> Envs:
+    envs = [Replayable(make_env(args)) for _ in range(args.num_envs - args.capture_video)]
+    if args.capture_video:
+        warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")  # names have the time in them
+        env = make_env(args, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(run_dir / "videos"), name_prefix=f"{time.time():.0f}")
+        envs.insert(0, Replayable(env))
+    return Envs(envs, args)
 
 
 def write(path: Path, content: dict):
-    """All of it or nothing: a crash or a full disk leaves the file that was there before."""
+    """Atomic: an interruption or a full disk leaves the previous file."""
     buffer, part = io.BytesIO(), path.with_suffix(".part")
     torch.save(content, buffer)
-    try:
-        with open(part, "wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    part.write_bytes(buffer.getbuffer())
+    part.replace(path)
 
 
-def save_policy(path: Path, agent: Agent, envs: Envs, args: Args):
-    """All it takes to act: the actor with the spectral norm folded in, and how observations and actions are scaled."""
-    policy = dict(script=Path(__file__).stem, env_id=args.env_id, args=settings(args))
-    policy["activation"] = agent.actor.activation
-    policy["layers"] = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.folded()]
-    policy["log_std"] = agent.log_std.detach().cpu().clone()
-    policy["obs_mean"], policy["obs_std"] = torch.tensor(envs.obs_stats.mean), torch.tensor(envs.obs_stats.std)
-    policy["action_low"], policy["action_high"] = torch.tensor(envs.low), torch.tensor(envs.high)
+def save_policy(path: Path, agent: Agent, envs: Envs, args: RunArgs):
+    """Everything needed to act: the actor as in a rollout, and the scaling of observations."""
+    policy = dict(script=Path(__file__).stem, env_id=args.env_id, args=settings(args), activation=activation.__name__)
+    layers = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.layers()]
+    policy |= dict(layers=layers, log_std=agent.log_std.detach().cpu().clone())
+    policy |= dict(obs_mean=torch.tensor(envs.obs_stats.mean), obs_std=torch.tensor(envs.obs_stats.std))
+    policy |= dict(action_low=torch.tensor(envs.low), action_high=torch.tensor(envs.high))
     write(path, policy)
 
 
-def settings(args: Args) -> dict:
-    """The arguments that make a run what it is."""
+def settings(args: RunArgs) -> dict:
     return {name: x for name, x in asdict(args).items() if name != "resume"}
 
 
-CHECKPOINT_VERSION = 1
-
-
-def event_files(run_dir: Path) -> dict:
-    return {path.name: path.stat().st_size for path in run_dir.glob("events.out.tfevents.*")}
-
-
-def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs, progress, writer, args: Args):
-    """All it takes to go on as if nothing had happened."""
+def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs, progress, writer, args: RunArgs):
+    """Everything needed to continue as if nothing had happened."""
     writer.flush()
-    state = dict(version=CHECKPOINT_VERSION, script=Path(__file__).stem, args=settings(args), step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict())
-    state |= dict(envs=envs.state_dict(), random=torch.get_rng_state(), events=event_files(run_dir))
-    state |= dict(iteration=iteration, seconds=progress.seconds(), returns=list(progress.returns))
+    stats = [(x.count, torch.tensor(x.mean), torch.tensor(x.m2)) for x in (envs.obs_stats, envs.return_stats)]
+    state = dict(script=Path(__file__).stem, args=settings(args), iteration=iteration, step=envs.global_step)
+    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
+    state |= dict(envs=[env.state_dict() for env in envs.envs], obs=torch.tensor(envs.obs), stats=stats)
+    state |= dict(episodes=envs.episodes, seconds=progress.seconds(), returns=list(progress.returns))
+    state |= dict(events={path.name: path.stat().st_size for path in run_dir.glob("events.*")})
     if torch.cuda.is_available():
         state["random_cuda"] = torch.cuda.get_rng_state_all()
     write(run_dir / "checkpoint.pt", state)
@@ -684,134 +627,93 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
 def load_checkpoint(run_dir: Path) -> dict:
     path, script = run_dir / "checkpoint.pt", Path(__file__).stem
     if not path.is_file():
-        fail(f"{run_dir} holds no checkpoint.pt to resume from")
+        fail(f"--resume: there is no {path}")
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch does not look at the checksums
+        if zipfile.ZipFile(path).testzip():  # torch does not look at the checksums
+            raise ValueError("a checksum is wrong")
         state = torch.load(path, weights_only=True, map_location="cpu")
-        version, owner, args = state["version"], state["script"], dict(state["args"])
-    except Exception as error:  # a file that is none of ours may raise anything
-        fail(f"{path} is no checkpoint or is damaged ({type(error).__name__})")
-    if damaged:
-        fail(f"{path} is damaged: the checksum of {damaged} is wrong")
-    if version != CHECKPOINT_VERSION:
-        fail(f"{path} has version {version} of the format, this script reads version {CHECKPOINT_VERSION}")
-    if owner != script:
-        fail(f"{path} is of {owner}.py, not of {script}.py")
-    if unknown := args.keys() ^ settings(Args()).keys():
-        fail(f"{path} is of another version of {script}.py, which differs in {', '.join(sorted(unknown))}")
+        owner, names = state["script"], state["args"].keys()
+    except Exception as error:  # a file that is not a checkpoint may raise anything
+        fail(f"--resume: {path} is not a checkpoint, or is corrupt ({first_line(error)})")
+    if owner != script or names != settings(RunArgs()).keys():
+        fail(f"--resume: {path} was written by {owner}.py or by another version of {script}.py")
     return state
 
 
 def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
-    try:
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        envs.load_state_dict(state["envs"])
-        if "random_cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["random_cuda"])
-        torch.set_rng_state(state["random"])
-        for name in event_files(run_dir):  # what was logged after the checkpoint will be logged again
-            if name in state["events"]:
-                os.truncate(run_dir / name, state["events"][name])
-            else:
-                (run_dir / name).unlink()
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        fail(f"{run_dir / 'checkpoint.pt'} does not fit the run: {type(error).__name__}: {reason}")
-
-
-def stop(run_dir: Path, reason: str):
-    """Ends a run that went wrong."""
-    path, known = run_dir / "checkpoint.pt", "there is none"
-    if path.exists():
-        known = f"the last good one is {path} of step {load_checkpoint(run_dir)['step']}"
-    fail(f"{reason}; no checkpoint was written, {known}", code=1)
+    agent.load_state_dict(state["agent"])
+    optimizer.load_state_dict(state["optimizer"])
+    envs.obs, envs.global_step, envs.episodes = state["obs"].numpy(), state["step"], state["episodes"]
+    for stats, (count, mean, m2) in zip((envs.obs_stats, envs.return_stats), state["stats"]):
+        stats.count, stats.mean, stats.m2 = count, mean.numpy(), m2.numpy()
+    for i, (env, episode) in enumerate(zip(envs.envs, state["envs"])):
+        if not env.load_state_dict(episode):
+            print("this task is not deterministic: restarting the episode in progress", file=sys.stderr)
+            envs.obs[i], envs.episodes[i] = envs.normalize(env.reset()[0]), (0.0, 0, 0.0)
+    if "random_cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["random_cuda"])
+    torch.set_rng_state(state["random"])
+    for path in run_dir.glob("events.*"):  # what was logged after the checkpoint will be logged again
+        if path.name in state["events"]:
+            os.truncate(path, state["events"][path.name])
+        else:
+            path.unlink()
 
 
 class Progress:
-    """A progress bar on a terminal, elsewhere a line every half minute."""
+    """A progress bar on a terminal, otherwise a line every half minute."""
 
-    def __init__(self, total: int, step: int = 0, seconds: float = 0.0, returns: tuple = ()):
-        self.returns, self.rate, self.start = deque(returns, maxlen=100), 0.0, time.time() - seconds
-        self.next_line = time.time() + 30
-        options = dict(unit="step", unit_scale=True, file=sys.stdout, disable=not sys.stdout.isatty())
-        self.bar = tqdm(total=total, initial=step, **options)
+    def __init__(self, total: int, step: int = 0, seconds: float = 0.0, returns: list = ()):
+        self.returns, self.start, self.next_line = deque(returns, maxlen=100), time.time() - seconds, time.time() + 30
+        options = dict(unit="step", unit_scale=True, file=sys.stdout)
+        self.bar = tqdm(total=total, initial=step, disable=not (sys.stdout and sys.stdout.isatty()), **options)
 
     def seconds(self) -> float:
         return time.time() - self.start
 
-    def update(self, step: int):
-        self.rate = step / self.seconds()
-        self.bar.set_postfix_str(f"return {self.mean_return():.2f}", refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and time.time() > self.next_line:
-            left = time.strftime("%H:%M:%S", time.gmtime((self.bar.total - step) / self.rate))
-            progress = f"step {step}/{self.bar.total}  {self.rate:.0f} steps/s"
-            print(f"{progress}  return {self.mean_return():.2f}  {left} left", flush=True)
-            self.next_line = time.time() + 30
-
     def mean_return(self) -> float:
         return float(np.mean(self.returns)) if self.returns else math.nan
 
-
-def make_run_dir(args: Args) -> Path:
-    stamp = int(time.time())
-    while True:
-        run_dir = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}".replace("/", "-"))
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:  # a run of the same name that started in the same second
-            stamp += 1
-        except OSError as error:
-            fail(f"cannot write to the runs folder: {error}")
+    def update(self, step: int, rate: float):
+        self.bar.set_postfix_str(f"return {self.mean_return():.2f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and time.time() > self.next_line:
+            left = tqdm.format_interval((self.bar.total - step) / rate)
+            say(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  return {self.mean_return():.2f}  {left} left")
+            self.next_line = time.time() + 30
 
 
-@contextmanager
-def run_folder(args: Args):
-    """A new folder, or the one to go on in. A second process in it would ruin its files: the lock keeps it out, and
-    goes with the process however that ends."""
-    run_dir = args.resume or make_run_dir(args)
-    with open(run_dir / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fail(f"another process is training in {run_dir}")
-        hook = threading.excepthook
-        threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
-        try:
-            yield run_dir
-        except OSError as error:
-            stop(run_dir, f"the run cannot go on: {error.strerror or error}")
-        finally:
-            threading.excepthook = hook
-
-
-@contextmanager
-def caught_signals():
-    """SIGINT and SIGTERM as they come in, to be heeded when the iteration is over; the second one ends the program."""
-    numbers = []
-
-    def handler(number, frame):
-        numbers.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield numbers
-    finally:
-        for number in before:
-            signal.signal(number, before[number])
+@torch.no_grad()
+def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs, detailed: bool):
+    for name, values in stats.items():
+        writer.add_scalar(f"losses/{name}", values.mean().item(), step)
+    explained = 1 - batch.advantages.var() / batch.returns.var()
+    writer.add_scalar("losses/explained_variance", explained.item(), step)
+    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    writer.add_scalar("vsop/positive_advantages", (batch.advantages > 0).float().mean().item(), step)
+    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
+    writer.add_scalar("vsop/c_pi", c_pi.item(), step)
+    # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
+    obs = batch.obs[:: max(1, args.batch_size // 32)]
+    generator = torch.Generator(obs.device).manual_seed(step)
+    masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device, generator=generator)
+    means = agent.actor(obs.repeat(16, 1), masks.repeat_interleave(len(obs), dim=1)).unflatten(0, (16, -1))
+    writer.add_scalar("vsop/disagreement", means.std(0).mean().item(), step)
+    if detailed:
+        writer.add_histogram("vsop/advantages", batch.advantages, step)
+        writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
+        for name, network in (("actor", agent.actor), ("critic", agent.critic)):
+            for i, (weight, _) in enumerate(network.layers()):
+                writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
 
 
 def compiled(function, device: torch.device):
     """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
-    torch.compiler.reset()  # of what an earlier run in the same process compiled
     options = dict(mode="reduce-overhead")
     if device.type == "cpu":
         # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        settings = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-        options = dict(options=settings)
+        flags = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+        options = dict(options=flags)
     current = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
     def call(*inputs):
@@ -821,105 +723,130 @@ def compiled(function, device: torch.device):
         except Exception as error:  # the compiler and its caches may raise anything
             if current is function:
                 raise
-            reason = str(error).strip().partition("\n")[0][:200]
-            print(f"compilation failed, continuing uncompiled at about half the speed: {reason}", file=sys.stderr)
+            print(f"compilation failed, continuing uncompiled, at half the speed: {first_line(error)}", file=sys.stderr)
             current = function
             return current(*inputs)
 
     return call
 
 
-def parse_args() -> Args:
-    """From the command line. With --resume they are the run's, and what is given beside it must not contradict them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", type=Path)
-    run_dir = parser.parse_known_args()[0].resume
-    if run_dir is None:
-        return tyro.cli(Args)
+def open_run(args: RunArgs):
+    """The run's folder, new or resumed, and the lock that keeps a second process out for as long as this one lives."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
+    run_dir = args.resume or Path("runs", name.replace("/", "-"))
     try:
-        of_run = Args(**load_checkpoint(run_dir)["args"])
-    except TypeError as error:
-        fail(f"{run_dir / 'checkpoint.pt'} has arguments of the wrong type: {error}")
-    args = tyro.cli(Args, default=of_run)
-    free = "total_timesteps checkpoint_every capture_video cuda compile track".split()
-    for name, value in settings(of_run).items():
-        if name not in (*free, "wandb_project_name", "wandb_entity") and (given := getattr(args, name)) != value:
-            fail(f"--{name.replace('_', '-')} {given} contradicts {run_dir}, which has {value}")
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        lock = open(run_dir / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--resume: another process is training in {run_dir}")
+    except OSError as error:
+        fail(f"cannot train in {run_dir}: {error.strerror}")
+    return run_dir, lock
+
+
+def parse_args() -> RunArgs:
+    """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
+    argv = [f"{float(x):.0f}" if re.fullmatch(r"\d+e\d+", x) else x for x in sys.argv[1:]]  # 1e6 is an integer too
+    flags = dict(description=__doc__.partition("\n\n")[0], args=argv)
+    args = tyro.cli(RunArgs, **flags)
+    if args.resume:
+        saved = RunArgs(**load_checkpoint(args.resume)["args"])
+        args = tyro.cli(RunArgs, default=saved, **flags)
+        for x in fields(Args):
+            given, has = getattr(args, x.name), getattr(saved, x.name)
+            if given != has and x.name != "total_timesteps":
+                fail(f"--{x.name.replace('_', '-')} {given} contradicts {args.resume}, which has {has}")
+    check_args(args)
     return args
 
 
-def train(args: Args) -> Path:
-    torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def train(args: RunArgs) -> Path:
     if args.capture_video and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
-    make_env(args.env_id).close()  # a bad task ends the program here, before there is a run folder
-    with run_folder(args) as run_dir, caught_signals() as signals:
-        saved = load_checkpoint(run_dir) if args.resume else dict(iteration=0, seconds=0.0, returns=[])
-        if args.num_iterations < saved["iteration"]:
-            fail(f"--total-timesteps {args.total_timesteps}: {run_dir} has {saved['step']} behind it already")
-        if args.track:
-            import wandb
+    check_task(args)
+    run_dir, _lock = open_run(args)
+    try:
+        run(args, run_dir)
+    except TaskError as error:
+        traceback.print_exception(error.__cause__)
+        fail(f"{args.env_id} failed: {first_line(error.__cause__)}; what {run_dir} has is kept", code=1)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        fail(f"cannot continue: {first_line(error)}; what {run_dir} has is kept", code=1)
+    return run_dir
 
-            project = dict(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name
-            )
-            try:
-                wandb.init(**project, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
-            except wandb.errors.Error as error:
-                fail(f"cannot track with W&B: {str(error).partition(chr(10))[0]} (WANDB_MODE=offline needs no account)")
-        envs = Envs(args, run_dir)
-        agent = Agent(envs, args).to(device)
-        optimizer = make_optimizer(agent, args)
-        if args.resume:
+
+def run(args: RunArgs, run_dir: Path):
+    np.seterr(all="ignore")  # what is not finite is reported below
+    threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    saved = load_checkpoint(run_dir) if args.resume else dict(iteration=0, step=0, seconds=0.0, returns=[])
+    if args.num_iterations < saved["iteration"]:
+        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {saved['step']}")
+    if args.num_iterations == saved["iteration"]:
+        return say(f"{run_dir} is finished, nothing to do; --total-timesteps extends it")
+    if args.track:
+        import wandb
+
+        where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
+        try:
+            wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
+        except wandb.errors.Error as error:
+            fail(f"--track: {first_line(error)} (WANDB_MODE=offline needs no account)")
+    envs = make_envs(args, run_dir)
+    agent = Agent(envs, args).to(device)
+    optimizer = make_optimizer(agent, args)
+    if args.resume:
+        try:
             restore(saved, run_dir, agent, optimizer, envs)
-        gradients_of = compiled(gradients, device) if args.compile else gradients
-        log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
-        progress = Progress(args.num_iterations * args.batch_size, envs.global_step, saved["seconds"], saved["returns"])
-        writer = SummaryWriter(str(run_dir))
-        if not args.resume:
-            rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
-            writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-            save_checkpoint(run_dir, 0, agent, optimizer, envs, progress, writer, args)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {first_line(error)}")
+    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
+    progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["seconds"], saved["returns"])
+    writer = SummaryWriter(str(run_dir))
+    if not args.resume:
+        rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+        save_checkpoint(run_dir, 0, agent, optimizer, envs, progress, writer, args)
+    signals = []  # received signals, handled after the current iteration; a second one exits immediately
 
-        for iteration in range(saved["iteration"] + 1, args.num_iterations + 1):
-            if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-            rollout = collect(envs, agent, args)
-            batch = estimate(agent, rollout, args, device)
-            stats = []
-            for _ in range(args.update_epochs):
-                for minibatch in minibatches(batch, args):
-                    stats.append(update(agent, optimizer, gradients_of, minibatch, args))
-            if name := not_finite(rollout, stats):
-                stop(run_dir, f"{name} is not finite at step {envs.global_step}")
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
 
-            for step, episode_return, episode_length in envs.finished:
-                writer.add_scalar("charts/episodic_return", episode_return, step)
-                writer.add_scalar("charts/episodic_length", episode_length, step)
-                progress.returns.append(episode_return)
-            envs.finished.clear()
-            last = iteration == args.num_iterations
-            if last or iteration % log_every == 0:
-                progress.update(envs.global_step)
-                writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], envs.global_step)
-                writer.add_scalar("charts/SPS", progress.rate, envs.global_step)
-                detailed = last or iteration % (10 * log_every) == 0
-                log(writer, envs.global_step, agent, batch, stats, args, detailed)
-            if last or signals or envs.global_step % args.checkpoint_every < args.batch_size:
-                save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-                save_policy(run_dir / "policy.pt", agent, envs, args)
-            if signals:
-                print(f"stopped at step {envs.global_step}, to go on: --resume {run_dir}", file=sys.stderr)
-                sys.exit(128 + signals[0])
-
-        progress.bar.close()
-        envs.close()
-        writer.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    function = compiled(gradients, device) if args.compile else gradients
+    log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
+    for iteration, batch, stats in learn(args, envs, agent, optimizer, device, function, saved["iteration"]):
+        step, last = envs.global_step, iteration == args.num_iterations
+        if not stats["grad_norm"].isfinite().all():
+            fail(f"the loss is not finite at step {step}; what {run_dir} has is kept", code=1)
+        for when, episode_return, length in envs.finished:
+            writer.add_scalar("charts/episodic_return", episode_return, when)
+            writer.add_scalar("charts/episodic_length", length, when)
+            progress.returns.append(episode_return)
+        envs.finished.clear()
+        if last or iteration % log_every == 0:
+            rate = step / progress.seconds()
+            progress.update(step, rate)
+            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], step)
+            writer.add_scalar("charts/SPS", rate, step)
+            log(writer, step, agent, batch, stats, args, detailed=last or iteration % (10 * log_every) == 0)
+        if last or signals or step % args.checkpoint_every < args.batch_size:
+            save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
+            save_policy(run_dir / "policy.pt", agent, envs, args)
+        if signals:
+            print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
+            sys.exit(128 + signals[0])
+    progress.bar.close()
+    writer.close()
     if args.track:
         wandb.finish()
-    print(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {progress.mean_return():.2f}")
-    return run_dir
+    say(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {progress.mean_return():.2f}")
 
 
 if __name__ == "__main__":
