@@ -387,7 +387,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def compute_advantages(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
-    """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update. v(s) is the mean of
+    """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update. v(s) averages
     q over actions of the policy; h+ is that of uniform actions, and GAE of v gives the returns that q learns."""
     ends = rollout.terminated | rollout.truncated
     cut = ends.copy()  # rows whose next state is not the row that follows
