@@ -257,8 +257,8 @@ class Video(AbstractContextManager):
         self.path, self.env = path, env
         height, width, _ = env.render().shape
         fps = env.metadata.get("render_fps", 30)
+        path.open("ab").close()  # raises if the file cannot be written: ffmpeg reports that late, as a broken pipe
         self.ffmpeg = FFMPEG_VideoWriter(str(path), (width, height), fps).proc
-        path.open("ab").close()  # raises if the file cannot be written: ffmpeg reports it later, as a broken pipe
 
     def add_frame(self):
         self.ffmpeg.stdin.write(self.env.render().tobytes())
@@ -307,6 +307,6 @@ def enjoy(args: Args) -> list:
 if __name__ == "__main__":
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None after `>&-`
     try:
-        enjoy(tyro.cli(Args, description=__doc__.partition("\n")[0]))
+        enjoy(tyro.cli(Args, description=__doc__.partition("\n\n")[0]))
     except KeyboardInterrupt:
         sys.exit(130)
