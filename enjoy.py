@@ -12,86 +12,109 @@
 #     "wandb==0.31.0",
 # ]
 # ///
-"""Watch, evaluate or film a policy that one of the training scripts has saved.
+"""Watch, evaluate or film a policy saved by one of the training scripts.
 
-    python enjoy.py runs/<run>                       # ten episodes of the posterior mean, without noise
-    python enjoy.py runs/<run> --thompson            # as it acted in training
+    python enjoy.py runs/<run>                       # ten episodes with the posterior mean, without noise
+    python enjoy.py runs/<run> --thompson            # act as in training
     python enjoy.py runs/<run>/policy.pt --video out.mp4 --episodes 1
 
-A policy file is data: it is loaded so that one from a stranger cannot run code.
+Loading an untrusted policy file cannot execute code: it holds only tensors and simple values. Making its task can: an
+id like `module:Task-v0` imports that module, also from the current folder. Such an id needs --trust-module.
 """
 
 import ctypes
-import difflib
 import os
 import sys
+import traceback
 import warnings
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-import tyro
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    import tyro
+except ImportError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 
-def fail(message: str):
+def fail(message: str, code: int = 2):
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
+
+
+@contextmanager
+def one_line(what: str, show_traceback: bool = False):
+    """Turns whatever a task, a file or the system raises into one line. A task's sys.exit(0) is an error too."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:
+            raise
+        if show_traceback:
+            traceback.print_exc()
+        fail(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", code=1 if show_traceback else 2)
+
+
+def say(line: str):
+    """Prints a line. When the reader of a pipe has gone (`| head -1`), the program continues without output."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            fail(f"cannot print: {error.strerror}")
 
 
 @dataclass
 class Args:
-    path: tyro.conf.Positional[Path]
-    """folder of a run, or a policy file"""
-    episodes: int = 10
-    """episodes to play"""
-    thompson: bool = False
-    """act as in training: a new draw of the weights at every step, and noise on the actions (a game's are always drawn
-    from their probabilities, as in its test)"""
-    seed: int = 1
-    """seed of the task and of all sampling"""
-    video: Path | None = None
-    """film the episodes into this file"""
-    render: bool = False
-    """open a window and watch"""
+    path: tyro.conf.Positional[Path]  # folder of a run, or a policy file
+    episodes: int = 10  # episodes to play
+    thompson: bool = False  # act as in training: sample weights and actions (ProcGen actions are always sampled)
+    seed: int = 1  # seed of the task and of all sampling
+    video: Path | None = None  # film the episodes to this .mp4 file
+    render: bool = False  # open a window and watch
+    trust_module: bool = False  # allow a task id like module:Task-v0, which imports that Python module
 
     def __post_init__(self):
-        if self.episodes < 1:
-            fail(f"--episodes must be at least 1, got {self.episodes}")
-        if self.seed < 0:
-            fail(f"--seed must be at least 0, got {self.seed}")
+        for name, least in dict(episodes=1, seed=0).items():
+            if getattr(self, name) < least:
+                fail(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if self.video and self.video.suffix.lower() != ".mp4":
+            fail(f"--video must end in .mp4, got {self.video}")
         if self.render and self.video:
             fail("--render and --video exclude each other")
-        if (
-            self.render
-            and sys.platform == "linux"
-            and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-        ):
+        if self.render and sys.platform == "linux" and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
             fail("--render needs a display; --video films without one")
-        if self.video and not self.video.parent.is_dir():
-            fail(f"there is no folder {self.video.parent} for the video")
 
 
 def load_policy(path: Path):
-    if path.is_dir():
-        path = path / "policy.pt"
+    path = path / "policy.pt" if path.is_dir() else path
     if not path.is_file():
         fail(f"there is no policy file {path}")
     try:
         policy = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch's message recommends weights_only=False
+        fail(f"{path} is not a policy file, or is corrupt ({type(error).__name__})")
+    with one_line(f"{path} is not a valid policy"):
         return (GamePolicy if "weights" in policy else Policy)(policy)
-    except Exception as error:  # a file that is none of ours may raise anything
-        fail(f"{path} is no policy file of this project, or is damaged ({type(error).__name__})")
+
+
+def check(valid: bool, meaning: str):
+    if not valid:
+        raise ValueError(meaning)
 
 
 class Policy:
-    """The actor of a policy file, in numpy."""
+    """The actor of a policy file, in numpy. Other kinds of policies have the same `act` and `make_env`."""
 
     def __init__(self, policy: dict):
-        self.script, self.env_id, args = policy["script"], policy["env_id"], policy["args"]
+        self.script, self.env_id, args = policy["script"], str(policy["env_id"]), policy["args"]
+        self.env_kwargs = dict(args.get("env_kwargs") or {})
         self.activation = dict(relu=lambda x: np.maximum(x, 0.0), tanh=np.tanh)[policy["activation"]]
         self.layers = [(weight.T.numpy().copy(), bias.numpy()) for weight, bias in policy["layers"]]
         arrays = (policy[key].numpy() for key in ("log_std", "obs_mean", "obs_std", "action_low", "action_high"))
@@ -99,9 +122,14 @@ class Policy:
         self.noise_scale = np.exp(log_std)
         self.norm_obs, self.thompson = args["norm_obs"], args.get("thompson", False)
         self.dropout_rate = args.get("dropout_rate", 0.0)
+        numbers = (*sum(self.layers, ()), log_std, self.mean, self.std)
+        check(all(np.isfinite(x).all() for x in numbers) and (self.std > 0).all(), "some numbers are not finite")
+        action = self.act(self.mean, np.random.default_rng(0), True)
+        shapes = {x.shape for x in (action, self.layers[-1][1], self.noise_scale, self.low, self.high)}
+        check(len(shapes) == 1 and self.mean.shape == self.std.shape, "the shapes do not fit")
 
     def act(self, obs, rng, thompson):
-        """The mean action of the posterior mean, or a draw of both."""
+        """The mean action of the posterior mean, or a sample of both."""
         x = np.clip((obs - self.mean) / self.std, -10.0, 10.0) if self.norm_obs else obs
         x = x.astype(np.float32)
         *hidden, (weight_out, bias_out) = self.layers
@@ -117,21 +145,41 @@ class Policy:
     def make_env(self, args: Args):
         if args.video and sys.platform == "linux" and not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
-        env = make_env(self.env_id, "rgb_array" if args.video else "human" if args.render else None)
-        if env.observation_space.shape != self.mean.shape:
-            fail(f"{self.env_id} has {env.observation_space.shape[0]} observations here, the policy {len(self.mean)}")
+        import gymnasium as gym
+        import mujoco
+
+        warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
+        mujoco.set_mju_user_warning(lambda message: "settotalmass" in str(message) or print(message, file=sys.stderr))
+        if any(":" in str(value) for value in (self.env_id, *self.env_kwargs.values())):
+            if not args.trust_module:
+                fail(f"{self.env_id} may import a Python module: --trust-module allows it")
+            sys.path.append(os.getcwd())
+        if self.env_id.startswith("dm_control/"):
+            import shimmy
+
+            gym.register_envs(shimmy)
+        mode = "rgb_array" if args.video else "human" if args.render else None
+        render = dict(render_mode=mode) if mode else {}  # not every task has this argument
+        env = gym.make(self.env_id, disable_env_checker=True, **self.env_kwargs | render)
+        if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
+        sizes = env.observation_space.shape[0], gym.spaces.flatdim(env.action_space)
+        expected = len(self.mean), len(self.low)
+        check(sizes == expected, f"(observations, actions) are {sizes}, the policy has {expected}")
         return env
 
 
 class GamePolicy:
-    """The actor of a policy file of ProcGen. Its actions are drawn from their probabilities, as in the test."""
+    """The actor of a policy file of ProcGen. Actions are always sampled, as in the test while training."""
 
     def __init__(self, policy: dict):
-        self.script, self.env_id, args = policy["script"], policy["env_id"], policy["args"]
+        self.script, self.env_id, args = policy["script"], str(policy["env_id"]), policy["args"]
         self.weights = policy["weights"]
         self.thompson, self.dropout_rate = args.get("thompson", False), args.get("dropout_rate", 0.0)
         self.mode = args["distribution_mode"]
-        self.act(np.zeros((64, 64, 3), dtype=np.uint8), np.random.default_rng(0), False)  # are all weights there?
+        check(all(x.isfinite().all() for x in self.weights.values()), "some numbers are not finite")
+        check(len(self.weights["actor.bias"]) == 15, "ProcGen has 15 actions")
+        self.act(np.zeros((64, 64, 3), dtype=np.uint8), np.random.default_rng(0), True)  # do the shapes fit?
 
     def convolve(self, x, name):
         return F.conv2d(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], padding=1)
@@ -176,16 +224,13 @@ def make_envs(args, num_levels, seed):
 
 
 class Game:
-    """One environment of EnvPool with the interface of Gymnasium: any level of the game, seen or not."""
+    """One environment of EnvPool with the interface of Gymnasium, on any level of the game."""
 
     metadata = dict(render_fps=15)
 
     def __init__(self, env_id: str, distribution_mode: str, seed: int):
         one = SimpleNamespace(env_id=env_id, distribution_mode=distribution_mode, num_envs=1)
-        try:
-            self.pool = make_envs(one, num_levels=0, seed=seed)
-        except Exception as error:  # of a name that EnvPool does not know
-            fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        self.pool = make_envs(one, num_levels=0, seed=seed)
         self.action_space = self.pool.action_space
 
     def reset(self, seed=None):
@@ -203,79 +248,65 @@ class Game:
         self.pool.close()
 
 
-def make_env(env_id: str, render_mode: str | None):
-    import gymnasium as gym
-    import mujoco
-
-    warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
-    mujoco.set_mju_user_warning(lambda message: "settotalmass" in str(message) or print(message, file=sys.stderr))
-    if env_id.startswith("dm_control/"):
-        try:
-            import shimmy
-
-            gym.register_envs(shimmy)
-        except ImportError:
-            fail(f"{env_id} needs dm_control: pip install 'shimmy[dm-control]'")
-    try:
-        env = gym.make(env_id, disable_env_checker=True, render_mode=render_mode)
-    except gym.error.UnregisteredEnv:
-        near = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.4)
-        fail(f"unknown task {env_id!r}" + (f"; the nearest names are {', '.join(near)}" if near else ""))
-    except Exception as error:  # whatever a task of a third party may raise
-        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    return env
-
-
-class Video:
-    """An mp4 file, written frame by frame: a few episodes would not fit into memory."""
+class Video(AbstractContextManager):
+    """An mp4 file, written frame by frame: a few episodes would not fit into memory. An incomplete one is removed."""
 
     def __init__(self, path: Path, env):
-        self.path, self.env, self.writer = path, env, None
-
-    def add_frame(self):
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
-        frame = self.env.render()
-        if self.writer is None:
-            fps = self.env.metadata.get("render_fps", 30)
-            try:
-                self.writer = FFMPEG_VideoWriter(str(self.path), (frame.shape[1], frame.shape[0]), fps, codec="libx264")
-            except OSError as error:
-                fail(f"cannot write {self.path}: {error}")
-        self.writer.write_frame(frame)
+        self.path, self.env = path, env
+        height, width, _ = env.render().shape
+        fps = env.metadata.get("render_fps", 30)
+        path.open("ab").close()  # raises if the file cannot be written: ffmpeg reports that late, as a broken pipe
+        self.ffmpeg = FFMPEG_VideoWriter(str(path), (width, height), fps).proc
 
-    def close(self):
-        self.writer.close()
+    def add_frame(self):
+        self.ffmpeg.stdin.write(self.env.render().tobytes())
+
+    def __exit__(self, raised, *_):
+        errors = self.ffmpeg.communicate()[1].decode()
+        if (raised or self.ffmpeg.returncode) and self.path.is_file():
+            self.path.unlink()
+        if self.ffmpeg.returncode and raised in (None, BrokenPipeError):
+            fail(f"--video {self.path}: ffmpeg failed: {errors.partition(chr(10))[0] or self.ffmpeg.returncode}")
 
 
 def enjoy(args: Args) -> list:
     policy = load_policy(args.path)
-    env = policy.make_env(args)
-    video = Video(args.video, env) if args.video else None
+    with one_line(f"cannot start {policy.env_id}"):
+        env = policy.make_env(args)
+        obs, _ = env.reset(seed=args.seed)
+    with one_line(f"--video {args.video}"):
+        film = Video(args.video, env) if args.video else nullcontext()
     rng = np.random.default_rng(args.seed)
     returns = []
-    for episode in range(args.episodes):
-        obs, _ = env.reset(seed=args.seed if episode == 0 else None)
-        total, length, ended = 0.0, 0, False
-        while not ended:
-            if video:
-                video.add_frame()
-            action = policy.act(obs, rng, args.thompson).reshape(env.action_space.shape)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            total, length, ended = total + float(reward), length + 1, terminated or truncated
-        returns.append(total)
-        print(f"episode {episode + 1}: return {total:.2f}, {length} steps", flush=True)
-    env.close()
-    if video:
-        video.close()
-        print(f"filmed into {args.video}")
+    with one_line(f"{policy.env_id} failed", show_traceback=True), film as video:
+        for episode in range(1, args.episodes + 1):
+            if episode > 1:
+                obs, _ = env.reset()
+            total, length, ended = 0.0, 0, False
+            while not ended:
+                if video:
+                    video.add_frame()
+                action = policy.act(obs, rng, args.thompson).reshape(env.action_space.shape)
+                if np.isnan(action).any():
+                    fail(f"the action is not a number in step {length + 1} of episode {episode}")
+                obs, reward, terminated, truncated, _ = env.step(action)
+                total, length, ended = total + float(reward), length + 1, terminated or truncated
+            returns.append(total)
+            say(f"episode {episode}: return {total:.2f}, {length} steps")
+        env.close()
+    if args.video:
+        say(f"filmed to {args.video}")
     kind = "as in training" if args.thompson else "posterior mean"
     score = f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}"
-    print(f"{policy.env_id}, {policy.script}, {kind}: {score}")
+    say(f"{policy.env_id}, {policy.script}, {kind}: {score}")
     return returns
 
 
 if __name__ == "__main__":
-    enjoy(tyro.cli(Args))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None after `>&-`
+    try:
+        enjoy(tyro.cli(Args, description=__doc__.partition("\n\n")[0]))
+    except KeyboardInterrupt:
+        sys.exit(130)

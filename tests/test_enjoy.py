@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,71 +15,125 @@ from conftest import ROOT, SCRIPTS, load, refused, run, run_dir
 import enjoy
 
 TINY = "--total-timesteps 256 --num-steps 64 --num-minibatches 4 --update-epochs 1 --width 16 --no-compile".split()
+QUICK = ("vsop_continuous", "ppo_continuous")  # the others write the same format
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
 
 
-def play(*options, **env):
-    command = [sys.executable, str(ROOT / "enjoy.py"), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+def play(*options, shell="", **env):
+    """enjoy.py through its command line; `shell` is appended to it."""
+    command = ["sh", "-c", f'"$@" {shell}', "sh", sys.executable, ROOT / "enjoy.py", *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=300)
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
-def trained(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    options = ("--env-id", "Hopper-v4", *TINY)
-    done = run(request.param, *options, cwd=folder)
+@pytest.mark.parametrize("name", ALL)
+def test_plays_what_a_script_saved(name, tmp_path):
+    done = run(name, "--env-id", "Hopper-v4", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return request.param, run_dir(folder)
-
-
-def test_prints_every_return_and_their_mean(trained):
-    name, folder = trained
+    folder = run_dir(tmp_path)
+    assert (folder / "policy.pt").stat().st_size < 500_000
     done = play(folder, "--episodes", 3)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     returns = [float(x) for x in re.findall(r"episode \d: return (-?[\d.]+), \d+ steps", done.stdout)]
     assert len(returns) == 3
-    line = rf"Hopper-v4, {name}, posterior mean: mean (-?[\d.]+), standard deviation ([\d.]+)\n"
-    mean, deviation = map(float, re.search(line, done.stdout).groups())
+    mean, deviation = map(float, re.search(r"mean (-?[\d.]+), standard deviation ([\d.]+)\n", done.stdout).groups())
     assert mean == pytest.approx(np.mean(returns), abs=0.01) and deviation == pytest.approx(np.std(returns), abs=0.01)
-    assert (folder / "policy.pt").stat().st_size < 500_000
 
-
-def test_acts_as_the_script_does(trained):
-    """The same action for the same raw observation, from the file alone and from the script's own network."""
-    name, folder = trained
+    # The same action for the same raw observation as the script's own network.
     script, policy = load(name), enjoy.load_policy(folder)
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    args = script.Args(**state["args"])
-    envs = script.Envs(args, folder)
-    envs.obs_stats.load_state_dict(state["envs"]["obs_stats"])
-    agent = script.Agent(envs, args)
+    spaces = SimpleNamespace(obs_dim=11, action_dim=3, low=policy.low, high=policy.high)
+    agent = script.Agent(spaces, SimpleNamespace(**state["args"]))
     agent.load_state_dict(state["agent"])
     for raw in 3 * np.random.default_rng(0).normal(size=(20, 11)):
-        obs = ((raw - envs.obs_stats.mean) / envs.obs_stats.std).clip(-10, 10)
+        obs = ((raw - policy.mean) / policy.std).clip(-10, 10)
         with torch.no_grad():
             expected = agent.actor(torch.tensor(obs[None], dtype=torch.float32))[0].clamp(-1, 1)
         np.testing.assert_allclose(policy.act(raw, None, False), expected, atol=1e-5)
 
-
-def test_thompson_draws_weights_and_noise(trained):
-    name, folder = trained
-    policy, obs = enjoy.load_policy(folder), np.ones(11)
-    assert np.array_equal(policy.act(obs, None, False), policy.act(obs, None, False))
-    policy.low, policy.high, rng = -np.inf, np.inf, np.random.default_rng(0)
-    draws = np.array([policy.act(obs, rng, True) for _ in range(4000)])
-    np.testing.assert_allclose(draws.std(0), policy.noise_scale, rtol=0.1)
+    # --thompson samples the noise, and the weights where there is dropout.
+    obs, rng = np.ones(11), np.random.default_rng(0)
+    policy.low, policy.high = -np.inf, np.inf
+    samples = np.array([policy.act(obs, rng, True) for _ in range(4000)])
+    np.testing.assert_allclose(samples.std(0), policy.noise_scale, rtol=0.1)
     policy.noise_scale = 0.0
-    draws = np.array([policy.act(obs, rng, True) for _ in range(100)])
-    assert (np.ptp(draws, axis=0).max() > 0) == (
-        name in ("vsop_continuous", "vsppo_continuous")
-    )  # the others have no dropout
+    samples = np.array([policy.act(obs, rng, True) for _ in range(100)])
+    assert (np.ptp(samples, axis=0).max() > 0) == (name in ("vsop_continuous", "vsppo_continuous"))
 
 
-@pytest.mark.parametrize("trained", ["vsop_continuous"], indirect=True)
-def test_films_without_a_display(trained, tmp_path):
-    _, folder = trained
-    done = play(folder / "policy.pt", "--episodes", 1, "--video", tmp_path / "out.mp4", DISPLAY="")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out.mp4").stat().st_size > 5000
+TASK = """
+import sys
+import gymnasium as gym
+import numpy as np
+
+class Task(gym.Env):  # takes no render_mode
+    observation_space, action_space = gym.spaces.Box(-1, 1, (11,)), gym.spaces.Box(-1, 1, (3,))
+
+    def __init__(self, limit=5, fault=""):
+        self.limit, self.fault = limit, fault
+
+    def reset(self, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(11), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.fault == "raise":
+            raise FileNotFoundError("of the task")
+        if self.fault == "exit":
+            sys.exit(0)
+        return np.full(11, np.nan if self.fault == "nan" else 0.0), 1.0, self.steps >= self.limit, False, {}
+
+gym.register("Task-v0", Task)
+"""
+
+
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    """Writes an untrained policy for Hopper-v4, with changes; the current folder has a module with a task."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    (tmp_path / "my_module.py").write_text(TASK)
+    generator = torch.Generator().manual_seed(0)
+    layers = [(torch.randn(n, m, generator=generator), torch.zeros(n)) for m, n in ((11, 8), (8, 8), (8, 3))]
+    args = dict(norm_obs=True, env_kwargs=dict(max_episode_steps=6))
+    policy = dict(script="vsop_continuous", env_id="Hopper-v4", args=args, activation="tanh")
+    policy |= dict(layers=layers, log_std=torch.zeros(3), obs_mean=torch.zeros(11), obs_std=torch.ones(11))
+    policy |= dict(action_low=-torch.ones(3), action_high=torch.ones(3))
+
+    def save(name="policy.pt", without=None, **changes):
+        content = policy | changes
+        torch.save({key: content[key] for key in content if key != without}, tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+def of_module(**env_kwargs):
+    return dict(env_id="my_module:Task-v0", args=dict(norm_obs=True, env_kwargs=env_kwargs))
+
+
+def test_films_without_a_display(save, tmp_path):
+    done = play(save(), "--episodes", 1, "--video", tmp_path / "a b.mp4", DISPLAY="")
+    assert done.returncode == 0 and ", 6 steps" in done.stdout, done.stderr
+    assert (tmp_path / "a b.mp4").stat().st_size > 3000
+
+
+def test_module_of_a_task_is_imported_only_on_request(save, monkeypatch, capsys):
+    assert "--trust-module" in refused(monkeypatch, capsys, "enjoy", save(**of_module()))
+    hidden = dict(norm_obs=True, env_kwargs=dict(inner="my_module:Task-v0"))
+    assert "--trust-module" in refused(monkeypatch, capsys, "enjoy", save(args=hidden))
+    assert "my_module" not in sys.modules
+    assert enjoy.enjoy(enjoy.Args(save(**of_module()), trust_module=True, episodes=2)) == [5, 5]
+    assert enjoy.enjoy(enjoy.Args(save(**of_module(limit=3)), trust_module=True, episodes=2)) == [3, 3]
+
+
+@pytest.mark.parametrize("fault", ["raise", "exit"])
+def test_task_that_fails_shows_its_traceback_and_one_line(fault, save, capsys):
+    with pytest.raises(SystemExit) as stop:
+        enjoy.enjoy(enjoy.Args(save(**of_module(fault=fault)), trust_module=True))
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1 and trace[0].startswith("Traceback") and last.startswith("error: my_module:Task-v0")
 
 
 class Payload:
@@ -85,27 +141,72 @@ class Payload:
         return os.mkdir, ("payload-was-here",)
 
 
-@pytest.mark.parametrize("trained", ["vsop_continuous"], indirect=True)
-def test_bad_input_is_one_line(trained, tmp_path, monkeypatch, capsys):
-    _, folder = trained
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_line(save, tmp_path, monkeypatch, capsys):
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     torch.save(dict(script=Payload()), tmp_path / "payload.pt")
     (tmp_path / "text.pt").write_text("hello")
-    policy = torch.load(folder / "policy.pt", weights_only=True)
-    torch.save(policy | dict(env_id="Hoper-v4"), tmp_path / "unknown.pt")
-    torch.save(policy | dict(env_id="Ant-v4"), tmp_path / "other.pt")
-    for options, expected in {
-        ("payload.pt",): "payload.pt is no policy file of this project, or is damaged (UnpicklingError)",
-        ("text.pt",): "text.pt is no policy file of this project, or is damaged",
-        ("nowhere",): "there is no policy file nowhere",
-        ("unknown.pt",): "unknown task 'Hoper-v4'; the nearest names are",
-        ("other.pt",): "Ant-v4 has 27 observations here, the policy 11",
-        (folder, "--seed", -1): "--seed must be at least 0, got -1",
-        (folder, "--episodes", 0): "--episodes must be at least 1, got 0",
-        (folder, "--video", "no/where.mp4"): "there is no folder no for the video",
-        (folder, "--render"): "--render needs a display; --video films without one",
-    }.items():
-        assert refused(monkeypatch, capsys, "enjoy", *options).startswith(expected)
+    (tmp_path / "cut.pt").write_bytes(save().read_bytes()[:1000])
+    infinite = torch.full((8, 11), torch.inf)
+    layers = torch.load(save(), weights_only=True)["layers"]
+    save("infinite.pt", layers=[(infinite, layers[0][1]), *layers[1:]])
+    save("nan.pt", log_std=torch.full((3,), torch.nan))
+    save("order.pt", layers=layers[::-1])
+    save("one.pt", obs_mean=torch.zeros(1))
+    save("narrow.pt", layers=[*layers[:2], (torch.zeros(1, 8), torch.zeros(1))])
+    save("game.pt", weights={"convs.0.weight": torch.zeros(1)}, args=dict(distribution_mode="easy"))
+    save("unknown.pt", env_id="Hoper-v4")
+    save("other.pt", env_id="Ant-v4")
+    save("kwargs.pt", args=dict(norm_obs=True, env_kwargs=dict(nonsense=1)))
+    save("module.pt", env_id="not_there:Task-v0")
+    save("nan_task.pt", **of_module(fault="nan"))
+    for key in ("env_id", "args", "activation", "layers", "log_std", "obs_std", "action_high"):
+        save(f"no_{key}.pt", without=key)
+    trusted = ("module.pt", "nan_task.pt", "kwargs.pt")
+    for path in [tmp_path / "nowhere", *tmp_path.glob("*.pt")]:
+        if path.name != "policy.pt":
+            options = ("--trust-module",) if path.name in trusted else ()
+            assert refused(monkeypatch, capsys, "enjoy", path, *options)
     assert not (tmp_path / "payload-was-here").exists()
+    for flag, *value in ("--seed", -1), ("--episodes", 0), ("--render",):
+        assert flag in refused(monkeypatch, capsys, "enjoy", save(), flag, *value)
+
+
+def test_bad_video_is_one_line_and_leaves_no_file(save, tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "full.mp4").symlink_to("/dev/full")
+    (tmp_path / "unwritable.mp4").symlink_to("/proc/version")
+    path = save()
+    before = sorted(tmp_path.iterdir())
+    for name in ("out.txt", "out", ".", "no/where.mp4", "folder.mp4", "unwritable.mp4"):
+        assert "--video" in refused(monkeypatch, capsys, "enjoy", path, "--episodes", 1, "--video", name), name
+    with pytest.raises(SystemExit) as stop:
+        enjoy.enjoy(enjoy.Args(path, episodes=1, video=Path("full.mp4")))  # a disk is full after some frames
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: --video") and error.count("\n") == 1
+    save(**of_module())  # a task that does not render
+    refused(monkeypatch, capsys, "enjoy", path, "--trust-module", "--video", "out.mp4")
+    assert sorted(x for x in tmp_path.iterdir() if x.name != "__pycache__") == before
+
+
+def test_closed_output(save, tmp_path):
+    """The reader of a pipe may leave, and there may be no stdout: the video is still complete."""
+    for shell in (">&-", "| head -n 1"):
+        video = tmp_path / "out.mp4"
+        done = play(save(), "--episodes", 3, "--video", video, shell=shell)
+        assert done.stderr == "" and done.stdout.count("\n") == (shell != ">&-")
+        assert video.stat().st_size > 3000
+        video.unlink()
+
+
+def test_missing_package_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    done = play("nowhere", PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", ["30", "200"])
+def test_help_opens_with_what_it_does(columns):
+    printed = " ".join(play("--help", COLUMNS=columns).stdout.split())
+    first = " ".join(enjoy.__doc__.partition("\n\n")[0].split())
+    assert first in printed[:300] and "--trust-module" in printed
