@@ -45,7 +45,8 @@ def parse():
 def curve(steps, returns, total):
     """Mean return of the last 100 episodes at 100 equidistant steps; nan before the first episode ends."""
     sums = np.concatenate([[0.0], np.cumsum(returns)])
-    grid_steps = np.arange(1, POINTS + 1) * total // POINTS
+    points = min(POINTS, total)
+    grid_steps = np.arange(1, points + 1) * total // points
     ended = np.searchsorted(steps, grid_steps, side="right")
     first = np.maximum(ended - LAST, 0)
     with np.errstate(invalid="ignore"):
