@@ -45,6 +45,8 @@ def one_line(kind, error, trace):
         fail(f"{error}; install it with: pip install -r requirements-dev.txt")
     if isinstance(error, OSError) and error.filename:
         fail(f"{error.filename}: {error.strerror}")
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(130)
     sys.__excepthook__(kind, error, trace)
 
 

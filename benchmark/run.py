@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -154,6 +155,8 @@ def start_ray(args):
             socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5.0).close()
         except (OSError, ValueError) as error:
             fail(f"--address: no Ray cluster at {args.address}: {error}")
+    # A shell ignores SIGINT in background jobs. Ray's workers would inherit that, and could not be cancelled.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         resources = {} if args.address else dict(num_cpus=args.jobs, include_dashboard=False)
         ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **resources)

@@ -88,11 +88,16 @@ def experiment(tmp_path):
     return path
 
 
+def in_background():
+    """Shells ignore SIGINT in background jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def start(experiment, *options):
     line = [sys.executable, str(ROOT / "benchmark" / "run.py"), str(experiment), "--folder", "grid", *map(str, options)]
     env = os.environ | {f"FAKE_{name.upper()}": str(experiment.parent / name) for name in ("broken", "fast")}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=experiment.parent, env=env, stdout=pipe, stderr=pipe, text=True)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, cwd=experiment.parent, env=env, preexec_fn=in_background, **pipes)
 
 
 def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
@@ -112,9 +117,9 @@ def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
     wait_for(lambda: all("--resume" in log.read_text().rpartition("$ ")[2] for log in logs))
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=40)
     assert process.returncode == 143 and errors.count("\n") == 1, errors
-    assert "stopped at step" in logs[0].read_text() and not alive(tmp_path)
+    assert all("stopped at step" in log.read_text().splitlines()[-1] for log in logs) and not alive(tmp_path)
 
     (tmp_path / "fast").touch()
     process = start(experiment, *options)
