@@ -198,7 +198,7 @@ class Worker:
             self.reason = f"{FAILURES} trials in a row failed, the last with: {error}"
             self.stop.set()
         if self.stop.is_set() or count(study, *DONE, TrialState.RUNNING) >= self.args.trials:
-            study.stop()  # here; work() goes on if another trial is needed
+            study.stop()  # work() starts another one if one of the running trials fails
 
 
 # --------------------------------------------------------------------------------------------------------- results
