@@ -1,5 +1,6 @@
 """The grid of runs and its report."""
 
+import contextlib
 import json
 import os
 import re
@@ -164,14 +165,15 @@ def test_a_run_that_fails_is_reported(experiment, tmp_path):
 def test_two_nodes(experiment):
     """A cluster of two Ray nodes on the loopback, which share this machine's files."""
     env = os.environ | dict(RAY_AUTH_MODE="disabled")
+    options = dict(env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     ray = (Path(sys.executable).parent / "ray", "start", "--num-cpus=1", "--disable-usage-stats", "--block")
     address = "127.0.0.1:6399"
     with tempfile.TemporaryDirectory() as folder:  # sockets need a short path
         head = ["--head", "--port=6399", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-        nodes = [subprocess.Popen([*ray, *head, f"--temp-dir={folder}"], env=env, stdout=subprocess.DEVNULL)]
+        nodes = [subprocess.Popen([*ray, *head, f"--temp-dir={folder}"], **options)]
         try:
             time.sleep(15)
-            nodes.append(subprocess.Popen([*ray, f"--address={address}"], env=env, stdout=subprocess.DEVNULL))
+            nodes.append(subprocess.Popen([*ray, f"--address={address}"], **options))
             time.sleep(15)
             process = start(experiment, "--seeds", "3", "--total-timesteps", "100", "--address", address)
             out, errors = process.communicate(timeout=300)
@@ -181,6 +183,8 @@ def test_two_nodes(experiment):
             for node in nodes:
                 node.terminate()
                 node.wait()
+                with contextlib.suppress(ProcessLookupError):  # Ray's agents may outlive their node
+                    os.killpg(node.pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
