@@ -1,4 +1,4 @@
-"""Scores of a policy that draws uniform actions, the zero of the normalized scores. Writes results/random.json:
+"""Measure the return of uniformly random actions, the zero of the normalized scores, into results/random.json.
 
 python benchmark/random_policy.py
 """
@@ -6,14 +6,16 @@ python benchmark/random_policy.py
 import json
 import sys
 import warnings
-from pathlib import Path
 
+from common import RESULTS, ROOT, TASKS
+
+# isort: split
 import gymnasium as gym
 import mujoco
 import numpy as np
 
+sys.path.insert(0, str(ROOT))
 EPISODES = 100
-RESULTS = Path(__file__).parent / "results"
 
 
 def random_returns(task: str, episodes: int, seed: int = 0) -> list:
@@ -31,7 +33,7 @@ def random_returns(task: str, episodes: int, seed: int = 0) -> list:
 
 
 def random_game_returns(game: str, episodes: int, seed: int = 0) -> list:
-    """The first episode of each of as many environments, on any level: who is done first is not asked."""
+    """The first episode of each environment, on levels sampled from all; short episodes are not favoured."""
     from vsop_procgen import Args, make_envs
 
     pool = make_envs(Args(env_id=game, num_envs=episodes), num_levels=0, seed=seed)
@@ -47,13 +49,9 @@ def random_game_returns(game: str, episodes: int, seed: int = 0) -> list:
 def main():
     warnings.filterwarnings("ignore", message=".*is out of date.*")
     mujoco.set_mju_user_warning(lambda message: None)
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    from run import load_experiment
-
     scores = {}
-    games = load_experiment("procgen").tasks
-    for task in [*load_experiment("baselines").tasks, *games]:
-        returns = (random_game_returns if task in games else random_returns)(task, EPISODES)
+    for task in [*TASKS["mujoco"], *TASKS["procgen"]]:
+        returns = (random_game_returns if task in TASKS["procgen"] else random_returns)(task, EPISODES)
         scores[task] = dict(mean=round(float(np.mean(returns)), 3), std=round(float(np.std(returns)), 3))
         print(task, scores[task], flush=True)
     what = f"returns of {EPISODES} episodes of uniform actions, by benchmark/random_policy.py"

@@ -1,35 +1,28 @@
-"""Turn runs into tables and figures:
+"""Turn runs into tables and figures.
 
-    python benchmark/report.py timelimit
+    python benchmark/report.py timelimit                # your runs: the report is in benchmark/runs/report/timelimit/
+    python benchmark/report.py timelimit --committed    # update benchmark/results/timelimit/, the repository's results
 
-Finished runs of the experiment are read from --folder (TensorBoard logs) into one compressed table of curves,
-benchmark/results/<experiment>/curves.csv.gz. Everything else is made from that table alone, so that anyone who has it
-can make every figure again: learning curves with 95 % bootstrap intervals, and the figures of rliable (Agarwal et al.,
-2021) for the final return and for the area under the curve. README.md in the same folder is the page that shows them;
-what notes.md says there is taken into it.
+Reads the TensorBoard logs of the experiment's finished runs in --folder into one compressed table, curves.csv.gz.
+Everything else is made from that table alone: learning curves with 95 % bootstrap intervals, and the figures of rliable
+(Agarwal et al., 2021) for the final return and for the area under the curve. README.md in the same folder shows them,
+and includes notes.md from there.
 """
 
 import json
-import sys
-from dataclasses import dataclass
+import os
 from pathlib import Path
 
-import matplotlib
+from common import LAST, RESULTS, Parser, fail, markdown, number, read_log, read_returns, references
+from run import FOLDER, finished, grid, load_experiment
+
+os.environ["MPLBACKEND"] = "Agg"
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import tyro
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from rliable import library, metrics
 
-sys.path.insert(0, str(Path(__file__).parent))
-from run import Args as GridArgs
-from run import fail, finished, grid, load_experiment
-
-RESULTS = Path(__file__).parent / "results"
 POINTS = 100  # of a curve
-LAST = 100  # episodes that a return is the mean of, as in the paper
 REPS = 2000  # of the bootstrap
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442", "#8B4513")
 plt.rcParams |= {
@@ -37,48 +30,39 @@ plt.rcParams |= {
 }  # fmt: skip
 
 
-@dataclass
-class Args:
-    experiment: tyro.conf.Positional[str]
-    """name of a file in benchmark/experiments/, or path of one of your own"""
-    folder: Path = Path("benchmark/runs")
-    """where benchmark/run.py put the runs"""
+def parse():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("experiment", help="name of a file in benchmark/experiments/, or the path of your own")
+    add("--folder", type=Path, default=FOLDER, help=f"folder of the runs (default: {FOLDER})")
+    add("--committed", action="store_true", help="write to benchmark/results/ (default: report/ in the folder)")
+    return parser.parse_args()
 
 
 # ------------------------------------------------------------------------------------------------------------ data
 
 
 def curve(steps, returns, total):
-    """Mean return of the last 100 episodes at each of 100 steps; nan before the first episode ended."""
+    """Mean return of the last 100 episodes at 100 equidistant steps; nan before the first episode ends."""
     sums = np.concatenate([[0.0], np.cumsum(returns)])
-    grid_steps = np.arange(1, POINTS + 1) * total // POINTS
+    points = min(POINTS, total)
+    grid_steps = np.arange(1, points + 1) * total // points
     ended = np.searchsorted(steps, grid_steps, side="right")
     first = np.maximum(ended - LAST, 0)
     with np.errstate(invalid="ignore"):
         return grid_steps, (sums[ended] - sums[first]) / (ended - first)
 
 
-def read_log(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (folder,) = {path.parent for path in run.folder.glob("runs/*/checkpoint.pt")}
-    log = EventAccumulator(str(folder), size_guidance=dict(scalars=0, histograms=0, tensors=1))
-    log.Reload()
-    return log
-
-
 def read_run(run) -> pd.DataFrame:
-    """A row per point of the curve. On ProcGen a value is of the test levels, with the training levels' beside it."""
-    log = read_log(run)
-    curves = {}
-    for tag in ("charts/episodic_return", "test/episodic_return"):
-        if tag in log.Tags()["scalars"]:
-            episodes = log.Scalars(tag)
-            steps, returns = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
-            grid_steps, means = curve(steps, returns, run.total)
-            curves[tag] = np.round(means, 3)
-    *training, value = curves.values()
-    columns = dict(step=grid_steps, value=value) | (dict(training=training[0]) if training else {})
+    """A row per point of the curve. On ProcGen `value` is of the test levels and `training` of the training levels."""
+    log = read_log(run.folder)
+    curves = [curve(*map(np.array, found), run.total) for found in read_returns(log).values()]
+    if not curves:
+        fail(f"{run.folder}: no episode ended")
+    *training, (steps, value) = curves
+    columns = dict(step=steps, value=np.round(value, 3))
+    if training:
+        columns["training"] = np.round(training[0][1], 3)
     rate = log.Scalars("charts/SPS")[-1].value
     frame = pd.DataFrame(columns)
     return frame.assign(method=run.method, task=run.task, seed=run.seed, total=run.total, minutes=run.total / rate / 60)
@@ -88,7 +72,7 @@ KEYS = ["method", "task", "seed", "total"]
 
 
 def update_table(path: Path, runs: list) -> pd.DataFrame:
-    """The table with the runs that were finished since."""
+    """Adds the runs that finished since the table was written."""
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*KEYS, "minutes", "step", "value"])
     known = set(map(tuple, table[KEYS].drop_duplicates().itertuples(index=False)))
     new = [run for run in runs if (run.method, run.task, run.seed, run.total) not in known and finished(run)]
@@ -107,8 +91,8 @@ def update_table(path: Path, runs: list) -> pd.DataFrame:
 
 
 def save_histograms(path: Path, run):
-    """The advantages of a run at six moments, as shares in bins that at most one of 200 steps is outside of."""
-    log, tags = read_log(run), ("vsop/advantages", "vsop/relu_advantages")
+    """The advantages of a run at six points in time, as shares in bins that cover 99.5 % of the steps."""
+    log, tags = read_log(run.folder), ("vsop/advantages", "vsop/relu_advantages")
     found = dict(run=f"{run.method}, {run.task}, seed {run.seed}, {run.total:,} steps", tags={})
     cumulated = {}
     for tag in tags:
@@ -134,28 +118,17 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
     return rows.agg(final=("value", "last"), area=("value", "mean"), minutes=("minutes", "first")).reset_index()
 
 
-def references(total: int) -> dict:
-    """Per task: random's score, and PPO's final return and area, from this project's own runs of the same length."""
-    path = RESULTS / "random.json"
-    if not path.exists():
-        fail(f"{path} is missing: python benchmark/random_policy.py makes it")
-    random = {task: score["mean"] for task, score in json.loads(path.read_text())["scores"].items()}
-    tables = [pd.read_csv(file) for file in sorted(RESULTS.glob("*/curves.csv.gz"))]
-    ppo = pd.concat(tables)[lambda x: (x["method"] == "PPO") & (x["total"] == total)].drop_duplicates([*KEYS, "step"])
-    return dict(random=random, ppo=scores(ppo).groupby("task")[["final", "area"]].mean())
-
-
 # --------------------------------------------------------------------------------------------------------- figures
 
 
 def interval(values, statistic=np.mean, seed=0):
-    """95 % percentile bootstrap over runs; of a single run there is none."""
+    """95 % percentile bootstrap over runs; nan for a single run."""
     values = np.asarray(values)
     if len(values) < 2:
         return np.nan, np.nan
     rng = np.random.default_rng(seed)
-    draws = statistic(values[rng.integers(len(values), size=(REPS, len(values)))], axis=1)
-    return np.quantile(draws, 0.025, axis=0), np.quantile(draws, 0.975, axis=0)
+    samples = statistic(values[rng.integers(len(values), size=(REPS, len(values)))], axis=1)
+    return np.quantile(samples, 0.025, axis=0), np.quantile(samples, 0.975, axis=0)
 
 
 def plot_curves(table, methods, tasks, path):
@@ -193,7 +166,7 @@ def plot_curves(table, methods, tasks, path):
 
 
 def plot_histograms(path_in, path):
-    """The paper's figure of what the ReLU leaves of the advantages."""
+    """The paper's figure of the advantages before and after the ReLU."""
     data = json.loads(path_in.read_text())
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, (tag, rows) in zip(axes, data["tags"].items()):
@@ -214,7 +187,7 @@ def of(rows, method, task):
 
 
 def matrices(rows, column, methods, tasks):
-    """(seeds, tasks) per method, of the methods that have every task; as many seeds as every task has."""
+    """An array (seeds, tasks) for each method that has all tasks, with the seeds that all tasks have."""
     found = {}
     for method in methods:
         by_task = [of(rows, method, task).sort_values("seed")[column].to_numpy() for task in tasks]
@@ -245,7 +218,7 @@ def plot_aggregates(points, intervals, color_of, path, title):
             low, high = intervals[name][:, k]
             axis.barh(y, high - low, left=low, height=0.6, color=color_of[name], alpha=0.7)
             axis.plot([points[name][k]] * 2, [y - 0.3, y + 0.3], color="black")
-        axis.use_sticky_edges = False  # a bar that starts at the axis looks cut off
+        axis.use_sticky_edges = False  # leaves a margin at the axis
         axis.set_title(metric)
         axis.set_yticks(range(len(names)), names)
     figure.suptitle(title)
@@ -254,7 +227,7 @@ def plot_aggregates(points, intervals, color_of, path, title):
 
 
 def profile(x, thresholds):
-    """The share of runs above each threshold. This and the next function are rliable's without its loops in Python,
+    """The share of runs above each threshold. This and the next function are rliable's without its Python loops,
     which took 100 of the 120 seconds of a page."""
     return (x[..., None] > thresholds).mean((0, 1))
 
@@ -280,7 +253,7 @@ def plot_profiles(normalized, color_of, path, title):
 
 
 def improvements(normalized):
-    """P(X > Y) of the first method over each other one."""
+    """P(X > Y) of the first method against each other method."""
     first, *others = normalized
     pairs = {f"{first} over {other}": (normalized[first], normalized[other]) for other in others}
     if not pairs:
@@ -305,13 +278,9 @@ def plot_improvements(points, intervals, path, title):
 # ------------------------------------------------------------------------------------------------------------ page
 
 
-def number(x):
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
-
-
 def published(total: int) -> dict:
-    """(mean, low, high) by method and task. Where the authors give every seed there is a 95 % interval, and what they
-    only show in a plot is read from it."""
+    """(mean, low, high) by method and task. The 95 % interval is known where the authors publish every seed. Values
+    that they only plot are read from the plots."""
     data = json.loads((RESULTS / "published.json").read_text())
     plots, found = data["read_from_plots_approximate"], {}
     if total == 1_000_000:
@@ -337,10 +306,6 @@ def with_interval(mean, low, high):
     return number(mean) if np.isnan(low) else f"{number(mean)} [{number(low)}, {number(high)}]"
 
 
-def markdown(head, lines):
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
-
-
 def task_table(rows, methods, tasks, total):
     theirs = published(total)
     ours = {method.removesuffix(" as published") for method in methods}
@@ -364,18 +329,17 @@ def aggregate_table(points, intervals):
     return markdown(["", *METRICS], lines)
 
 
-NORMALIZATION = """Scores are normalized per task from a uniformly random policy (0) to this project's PPO of the same
-length (1). The paper divides by PPO's return instead, which turns the order around where returns are negative: on
-Reacher a return of -15 is 2.7 times PPO's -5.5, and counts as better. That normalization is shown beside it, for
-comparison with the paper's figures only."""
+NORMALIZATION = """Scores are normalized per task: 0 is a random policy, 1 is this repository's PPO at the same
+number of steps. The paper divides by PPO's return instead, which reverses the order where returns are negative: on
+Reacher a return of -15 is 2.7 times PPO's -5.5 and counts as better. That normalization is shown only for comparison
+with the paper's figures."""
 
 
 def summarize(rows, column, title, methods, tasks, reference, folder):
-    """Aggregates over tasks by both normalizations, with figures for the first."""
-    np.random.seed(0)  # rliable draws from numpy's global generator
+    """Aggregates over tasks with both normalizations, and figures for the first."""
+    np.random.seed(0)  # rliable uses numpy's global generator
     raw = matrices(rows, column, methods, tasks)
-    zero = np.array([reference["random"][task] for task in tasks])
-    one = reference["ppo"].loc[tasks, column].to_numpy()
+    zero, one = (reference.loc[tasks, name].to_numpy() for name in ("random", column))
     color_of = dict(zip(methods, COLORS))
     normalized = {method: (x - zero) / (one - zero) for method, x in raw.items()}
     points, intervals = aggregate(normalized)
@@ -392,7 +356,7 @@ def summarize(rows, column, title, methods, tasks, reference, folder):
 
 
 def missing(rows, experiment):
-    """What of the experiment was not run."""
+    """The runs of the experiment that are not there."""
     lines = []
     for method in experiment.methods:
         tasks = {}  # by number of seeds
@@ -403,11 +367,11 @@ def missing(rows, experiment):
         elif len(tasks) > 1:
             parts = (f"{count} seed{'s' * (count != 1)} of {', '.join(tasks[count])}" for count in sorted(tasks))
             lines.append(f"- {method}: {'; '.join(parts)}")
-    return ["## What is missing", "\n".join(lines)] if lines else []
+    return ["## Missing runs", "\n".join(lines)] if lines else []
 
 
 def section(table, total, experiment, folder):
-    """The part of the page for runs of one length."""
+    """The part of the page about runs of one length."""
     rows = scores(table)
     methods = [method for method in experiment.methods if (rows["method"] == method).any()]
     tasks = [task for task in experiment.tasks if (rows["task"] == task).any()]
@@ -422,49 +386,50 @@ percentile bootstrap over seeds. Published values are the authors' after """
         text += """3,000,000 steps with ten seeds, PPO's and those at 1,000,000 steps read from their plots."""
     if total != 3_000_000 and "training" not in table:
         text += f""" The runs here anneal their learning rate over {total:,} steps, the published ones over
-3,000,000, also where their curve at 1,000,000 is quoted: the two are not the same thing."""
+3,000,000, also where their curve at 1,000,000 is quoted: not directly comparable."""
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
     page = [f"## {total:,} steps, {many}", text, task_table(rows, methods, tasks, total)]
     page.append(f"![learning curves](curves_{total}.png)")
     reference = references(total)
-    of_ppo = [task for task in tasks if task in reference["ppo"].index]
+    of_ppo = [task for task in tasks if task in reference.index]
     complete = list(matrices(rows, "final", methods, of_ppo))
     if len(of_ppo) > 1 and complete:
         page.append(NORMALIZATION)
+        if (longer := reference.loc[of_ppo, "length"].max()) > total:
+            page.append(f"PPO's returns are those at {total:,} steps of runs of up to {longer:,} steps.")
         if len(of_ppo) < len(experiment.tasks):
-            page.append(f"What follows is over the tasks that PPO has: {', '.join(of_ppo)}.")
+            page.append(f"The following is over the tasks with a PPO run: {', '.join(of_ppo)}.")
         if len(complete) < len(methods):
-            page.append(f"What follows is of the methods that have all these tasks: {', '.join(complete)}.")
+            page.append(f"The following is for the methods with all these tasks: {', '.join(complete)}.")
         for column, title in (("final", "final return"), ("area", "area under the curve")):
             page += summarize(rows, column, title, methods, of_ppo, reference, folder)
     return page + missing(rows, experiment)
 
 
-def main(args: Args):
+def main(args):
     experiment = load_experiment(args.experiment)
-    folder = RESULTS / experiment.name
+    folder = (RESULTS if args.committed else args.folder / "report") / experiment.name
     lengths = {}  # of the runs that are there, with the highest seed of each
-    for path in args.folder.glob("*__*__*__*"):
+    for path in args.folder.glob("*__*__[0-9]*__[0-9]*"):
         *_, seed, total = path.name.split("__")
         lengths[int(total)] = max(lengths.get(int(total), 1), int(seed))
     runs = []
     for total, seeds in sorted(lengths.items()):
-        settings = GridArgs(args.experiment, seeds=seeds, total_timesteps=total, folder=args.folder)
-        runs += [run for run in grid(settings) if run.folder.is_dir()]
+        runs += [run for run in grid(experiment, seeds, total, args.folder) if finished(run)]
     table = update_table(folder / "curves.csv.gz", runs)
     if not len(table):
         fail(f"there are no finished runs of {experiment.name} in {args.folder}, and no table in {folder}")
-    shown = [
-        run for run in runs if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method and finished(run)
-    ]
-    if shown:
-        save_histograms(folder / "histograms.json", shown[0])
-    page = [f"# {experiment.name}", f"Made by `python benchmark/report.py {args.experiment}` from `curves.csv.gz`."]
-    for total in table["total"].value_counts().index:  # where most runs are, first
+    for run in runs:
+        if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method:
+            save_histograms(folder / "histograms.json", run)
+            break
+    command = f"python benchmark/report.py {args.experiment}{' --committed' * args.committed}"
+    page = [f"# {experiment.name}", f"Made with `{command}` from `curves.csv.gz`."]
+    for total in table["total"].value_counts().index:  # the length of most runs first
         page += section(table[table["total"] == total], int(total), experiment, folder)
     if (folder / "histograms.json").exists():
         plot_histograms(folder / "histograms.json", folder / "histograms.png")
-        page += ["## Advantages, before and after the ReLU", "![histograms of advantages](histograms.png)"]
+        page += ["## Advantages before and after the ReLU", "![histograms of advantages](histograms.png)"]
     if (folder / "notes.md").exists():
         page.append((folder / "notes.md").read_text().strip())
     (folder / "README.md").write_text("\n\n".join(page) + "\n")
@@ -472,4 +437,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse())

@@ -3,63 +3,28 @@
     python benchmark/run.py baselines --seeds 3 --total-timesteps 1000000
     python benchmark/run.py timelimit --methods VSOP "VSOP as published" --tasks Hopper-v4
 
-An experiment is a file in benchmark/experiments/ with tasks and command lines: open it, change it, or give one of your
-own by its path. Each run is an ordinary command line in a folder of its own under --folder, where its log says how to
-repeat it by hand. One run per core (or per share of a GPU), scheduled by Ray: on this machine, or with --address on a
-cluster that shares the folder. The same command goes on where it was: finished runs are skipped, others resumed.
+An experiment is a file in benchmark/experiments/ with tasks and command lines. Change it, or pass the path of your own.
+Each run is an ordinary command in its own folder under --folder; log.txt there shows the command. Ray schedules one run
+per core (or per share of a GPU) on this machine, or with --address on a cluster that shares the folder. Run the same
+command again to resume: finished runs are skipped.
 """
 
-import ctypes
+import argparse
 import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
+from common import ATTEMPTS, ROOT, TASKS, Parser, catch_signals, execute, fail, interrupt, positive, stopped
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-ATTEMPTS = 3  # per run; only deaths count that a resumed run may survive
-
-
-def fail(message: str):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-@dataclass
-class Args:
-    experiment: tyro.conf.Positional[str]
-    """name of a file in benchmark/experiments/, or path of one of your own"""
-    seeds: int = 3
-    """seeds 1 to this"""
-    total_timesteps: int = 3_000_000
-    """steps of each run"""
-    tasks: tuple[str, ...] = ()
-    """only these tasks of the experiment"""
-    methods: tuple[str, ...] = ()
-    """only these methods of the experiment"""
-    folder: Path = Path("benchmark/runs")
-    """where the runs are; experiments that have a run in common share it"""
-    jobs: int | None = None
-    """runs side by side on this machine; by default one per core"""
-    address: str | None = None
-    """address of a Ray cluster, or 'auto' for the one this machine belongs to"""
-    gpus_per_run: float = 0.0
-    """share of a GPU that a run takes, for example 0.25; without one the runs are on CPU"""
-
-    def __post_init__(self):
-        for name, least in (("seeds", 1), ("total_timesteps", 1), ("jobs", 1), ("gpus_per_run", 0)):
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                fail(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+FOLDER = Path("benchmark", "runs")
 
 
 class Experiment(NamedTuple):
@@ -77,41 +42,67 @@ class Run(NamedTuple):
     total: int
 
 
+def share(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
+    return float(text)
+
+
+def parse():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("experiment", help="name of a file in benchmark/experiments/, or the path of your own")
+    add("--seeds", type=positive, default=3, metavar="N", help="seeds 1 to N (default: 3)")
+    add("--total-timesteps", type=positive, default=3_000_000, help="steps of each run (default: 3000000)")
+    add("--tasks", nargs="+", default=(), help="only these tasks of the experiment")
+    add("--methods", nargs="+", default=(), help="only these methods of the experiment")
+    add("--folder", type=Path, default=FOLDER, help=f"folder of the runs, which experiments share (default: {FOLDER})")
+    add("--jobs", type=positive, default=os.cpu_count(), help="runs at the same time (default: one per core)")
+    add("--address", help="address of a Ray cluster, or 'auto' for the one this machine belongs to")
+    add("--gpus-per-run", type=share, default=0.0, help="share of a GPU per run, such as 0.25 (default: 0, CPU only)")
+    return parser.parse_args()
+
+
 def load_experiment(name: str) -> Experiment:
-    path = Path(name) if name.endswith(".toml") else Path(__file__).parent / "experiments" / f"{name}.toml"
+    folder = ROOT / "benchmark" / "experiments"
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(x.stem for x in (Path(__file__).parent / "experiments").glob("*.toml")))
-        fail(f"there is no experiment {name!r}; there are {known}")
+        fail(f"unknown experiment {name!r}; available: {', '.join(sorted(x.stem for x in folder.glob('*.toml')))}")
     try:
         content = tomllib.loads(path.read_text())
-        return Experiment(path.stem, list(content["tasks"]), dict(content["methods"]))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        fail(f"{path} is no experiment: {type(error).__name__}: {error}")
+        tasks, methods = content["tasks"], dict(content["methods"])
+        tasks = TASKS.get(tasks) if isinstance(tasks, str) else tasks
+        if not tasks or not all(isinstance(task, str) for task in tasks):
+            raise ValueError(f"tasks must be a list of names or one of {', '.join(TASKS)}")
+        for method, line in methods.items():
+            if not isinstance(line, str) or not shlex.split(line):
+                raise ValueError(f"method {method!r} must be a command line, got {line!r}")
+            if not (ROOT / shlex.split(line)[0]).is_file():
+                raise ValueError(f"method {method!r}: there is no script {shlex.split(line)[0]}")
+    except (KeyError, TypeError, ValueError) as error:
+        fail(f"{path}: {'missing ' * isinstance(error, KeyError)}{error}")
+    return Experiment(path.stem, tasks, methods)
 
 
-def chosen(wanted, known, what):
+def select(wanted, known, what):
     for name in wanted:
         if name not in known:
-            fail(f"the experiment has no {what} {name!r}; it has {', '.join(known)}")
+            fail(f"--{what}: the experiment has no {name!r}; available: {', '.join(known)}")
     return [name for name in known if name in wanted] if wanted else list(known)
 
 
-def grid(args: Args) -> list:
-    """Seed by seed, so that what is there when time runs out can be compared."""
-    experiment = load_experiment(args.experiment)
+def grid(experiment: Experiment, seeds: int, total: int, folder: Path, tasks=(), methods=()) -> list:
+    """Seed by seed, so that an unfinished grid can be compared."""
     runs = []
-    for seed in range(1, args.seeds + 1):
-        for task in chosen(args.tasks, experiment.tasks, "task"):
-            for method in chosen(args.methods, experiment.methods, "method"):
+    for seed in range(1, seeds + 1):
+        for task in select(tasks, experiment.tasks, "tasks"):
+            for method in select(methods, experiment.methods, "methods"):
                 line = experiment.methods[method]
                 script, *flags = shlex.split(line)
-                own = ["--env-id", task, "--seed", str(seed), "--total-timesteps", str(args.total_timesteps)]
+                own = ["--env-id", task, "--seed", str(seed), "--total-timesteps", str(total)]
                 name = re.sub(r"[^\w.=-]+", "_", line.replace(".py", "").replace(" --", "__"))
-                folder = args.folder.resolve() / f"{task.replace('/', '-')}__{name}__{seed}__{args.total_timesteps}"
-                command = [str(ROOT / script), *flags, *own]
-                if not Path(command[0]).is_file():
-                    fail(f"method {method!r} is of {script}, which does not exist")
-                runs.append(Run(method, task, seed, command, folder, args.total_timesteps))
+                path = folder.resolve() / f"{task.replace('/', '-')}__{name}__{seed}__{total}"
+                runs.append(Run(method, task, seed, [str(ROOT / script), *flags, *own], path, total))
     return runs
 
 
@@ -119,54 +110,14 @@ def finished(run: Run) -> bool:
     return (run.folder / "finished").exists()
 
 
-def execute(command: list, folder: Path, gpu: bool) -> str:
-    """Runs a command line to its end, resuming it if it dies. Returns what became of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def end_with_parent():
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a lost scheduler leaves no orphan
-
-    for _ in range(ATTEMPTS):
-        checkpoints = sorted(folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
-        line = [sys.executable, *command, *([] if gpu else ["--no-cuda"])]
-        if checkpoints:
-            line = [sys.executable, command[0], "--resume", str(checkpoints[-1].parent.relative_to(folder))]
-        with open(folder / "log.txt", "a") as log:
-            log.write(f"$ {shlex.join(line)}\n")
-            log.flush()
-            process = subprocess.Popen(
-                line,
-                cwd=folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent,
-                start_new_session=True,
-            )
-            try:
-                while (code := process.poll()) is None:
-                    time.sleep(0.2)  # and not wait(), which the interrupt that cancels a Ray task does not reach
-            except KeyboardInterrupt:
-                process.terminate()
-                process.wait()
-                return "stopped"
-        if code == 0:
-            (folder / "finished").touch()
-            return "finished"
-        if code in (1, 2):  # a loss that is not finite, or a bad argument: the same would happen again
-            break
-    return f"failed with exit code {code}, see {folder / 'log.txt'}"
-
-
 PROGRESS = re.compile(r"^step (\d+)/", re.M)
 
 
 def steps_done(run: Run) -> int:
-    """From the lines that a script writes every half minute."""
-    if finished(run):
-        return run.total
+    """From the lines that a script prints every half minute."""
     path = run.folder / "log.txt"
-    if not path.exists():
-        return 0
+    if finished(run) or not path.exists():
+        return run.total * finished(run)
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4000))
         found = PROGRESS.findall(file.read().decode(errors="replace"))
@@ -174,7 +125,7 @@ def steps_done(run: Run) -> int:
 
 
 class Display:
-    """A bar over the steps of all runs on a terminal, elsewhere a line a minute."""
+    """A progress bar over the steps of all runs on a terminal, otherwise a line per minute."""
 
     def __init__(self, runs: list):
         self.runs, self.start, self.next_line = runs, time.time(), time.time() + 60
@@ -190,33 +141,47 @@ class Display:
         self.bar.update(done - self.bar.n)
         if self.bar.disable and time.time() > self.next_line and done > self.initial:
             rate = (done - self.initial) / (time.time() - self.start)
-            left = time.strftime("%H:%M:%S", time.gmtime((self.bar.total - done) / rate))
+            left = tqdm.format_interval((self.bar.total - done) / rate)
             print(f"{ready}, {done / self.bar.total:.1%} of the steps, {rate:.0f} steps/s, {left} left", flush=True)
             self.next_line = time.time() + 60
 
 
-def main(args: Args):
+def start_ray(args):
     import ray
 
-    runs = grid(args)
-    todo = [run for run in runs if not finished(run)]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before, in {args.folder}", flush=True)
-    if not todo:
-        return
     if args.address and args.address != "auto":  # Ray itself would try for minutes
         host, _, port = args.address.rpartition(":")
         try:
             socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5.0).close()
         except (OSError, ValueError) as error:
-            fail(f"there is no Ray cluster at {args.address}: {error}")
+            fail(f"--address: no Ray cluster at {args.address}: {error}")
+    # A shell ignores SIGINT in background jobs. Ray's workers would inherit that, and could not be cancelled.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        resources = {} if args.address else dict(num_cpus=args.jobs or os.cpu_count(), include_dashboard=False)
+        resources = {} if args.address else dict(num_cpus=args.jobs, include_dashboard=False)
         ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **resources)
     except (ConnectionError, RuntimeError) as error:
-        fail(f"cannot use the Ray cluster at {args.address}: {str(error).partition(chr(10))[0]}")
+        fail(f"cannot start Ray: {str(error).partition(chr(10))[0]}")
+    if args.gpus_per_run > ray.cluster_resources().get("GPU", 0):
+        fail(f"--gpus-per-run {args.gpus_per_run}: Ray finds no GPU")
+    return ray
+
+
+def main():
+    args = parse()
+    experiment = load_experiment(args.experiment)
+    runs = grid(experiment, args.seeds, args.total_timesteps, args.folder, args.tasks, args.methods)
+    todo = [run for run in runs if not finished(run)]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{len(runs)} runs in {args.folder}, {len(runs) - len(todo)} already finished", flush=True)
+    if not todo:
+        return
+    ray = start_ray(args)
+    received = catch_signals(interrupt)
     remote = ray.remote(num_cpus=1, num_gpus=args.gpus_per_run, max_retries=ATTEMPTS)(execute)
-    waiting = {remote.remote(run.command, run.folder, args.gpus_per_run > 0): run for run in todo}
+    device = "--cuda" if args.gpus_per_run else "--no-cuda"
     display, failures = Display(runs), []
+    waiting = {remote.remote([*run.command, device], run.folder): run for run in todo}
     try:
         while waiting:
             ready, _ = ray.wait(list(waiting), timeout=5.0)
@@ -224,15 +189,14 @@ def main(args: Args):
                 run = waiting.pop(reference)
                 outcome = ray.get(reference)
                 if outcome != "finished":
-                    failures.append(f"{run.method}, {run.task}, seed {run.seed}: {outcome}")
+                    failures.append(f"{run.method}, {run.task}, seed {run.seed} {outcome} ({run.folder / 'log.txt'})")
             display.update()
     except KeyboardInterrupt:
         for reference in waiting:
             ray.cancel(reference)
         ray.wait(list(waiting), num_returns=len(waiting), timeout=60)
         display.bar.close()
-        print("stopped; the same command goes on", file=sys.stderr)
-        sys.exit(130)
+        stopped(received)
     display.bar.close()
     ray.shutdown()
     print(f"{sum(map(finished, runs))} of {len(runs)} runs finished")
@@ -242,4 +206,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main()

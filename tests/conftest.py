@@ -64,6 +64,18 @@ def refused(monkeypatch, capsys, name, *options) -> str:
     return error.removeprefix("error: ")
 
 
+def cli_args(name):
+    """The dataclass of all flags of a script."""
+    script = load(name)
+    return getattr(script, "RunArgs", None) or script.Args
+
+
+def alive(folder) -> list:
+    """Ids of the processes of tests/fake_script.py that were started below a folder."""
+    pids = [Path("/proc", path.read_text(), "cmdline") for path in folder.glob("**/pid")]
+    return [pid.parent.name for pid in pids if pid.exists() and b"fake_script" in pid.read_bytes()]
+
+
 def wait_for(condition):
     for _ in range(1200):
         if condition():

@@ -1,5 +1,6 @@
-"""The grid and its report."""
+"""The grid of runs and its report."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,21 +11,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import tyro
-from conftest import ROOT, load, wait_for
+from conftest import ROOT, alive, cli_args, wait_for
 from rliable import library, metrics
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import common
 import report
 import run as runner
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "benchmark" / "experiments").glob("*.toml"))
-TINY = "--num-steps 64 --num-minibatches 2 --update-epochs 1 --width 8 --no-compile --checkpoint-every 5"
+FAKE = "tests/fake_script.py"
+
+
+# ----------------------------------------------------------------------------------------------------- experiments
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -33,7 +38,7 @@ def test_commands_of_the_experiments_are_legal(name):
     assert len(experiment.tasks) == (16 if name == "procgen" else 10)
     for command in experiment.methods.values():
         script, *flags = shlex.split(command)
-        tyro.cli(load(script.removesuffix(".py")).Args, args=[*flags, "--env-id", experiment.tasks[0], "--seed", "3"])
+        tyro.cli(cli_args(script.removesuffix(".py")), args=[*flags, "--env-id", experiment.tasks[0], "--seed", "3"])
 
 
 def test_parallel_rollouts_have_the_same_size():
@@ -43,93 +48,116 @@ def test_parallel_rollouts_have_the_same_size():
 
 
 def test_experiments_share_runs(tmp_path):
-    def folders(name, **options):
-        return {run.folder for run in runner.grid(runner.Args(name, folder=tmp_path, **options))}
+    def folders(name, seeds=2, total=100, **options):
+        runs = runner.grid(runner.load_experiment(name), seeds, total, tmp_path, **options)
+        return {run.folder for run in runs}
 
-    assert len(folders("baselines", seeds=2)) == 100
-    assert len(folders("baselines", seeds=2, methods=("VSOP",)) & folders("timelimit", seeds=2)) == 20
-    assert not folders("baselines", total_timesteps=10) & folders("baselines", total_timesteps=20)
+    assert len(folders("baselines")) == 100
+    assert len(folders("baselines", methods=("VSOP",)) & folders("timelimit")) == 20
+    assert not folders("baselines", total=10) & folders("baselines", total=20)
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+def start_execute(folder, steps):
+    code = "import sys; from common import Path, execute; print(execute(sys.argv[2:], Path(sys.argv[1])))"
+    own = ["--env-id", "T", "--seed", "1", "--total-timesteps", str(steps)]
+    line = [sys.executable, "-c", code, str(folder), str(ROOT / FAKE), *own]
+    env = os.environ | dict(PYTHONPATH=str(ROOT / "benchmark"))
+    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_run_is_resumed(tmp_path):
+    process = start_execute(tmp_path, 100)
+    wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")))
+    os.kill(int(*alive(tmp_path)), signal.SIGKILL)
+    assert process.communicate(timeout=60)[0] == "finished\n"
+    assert (tmp_path / "log.txt").read_text().count("$ ") == 2 and len(list(tmp_path.glob("runs/*"))) == 1
+
+
+def test_two_processes_do_not_train_the_same_run_twice(tmp_path):
+    both = [start_execute(tmp_path, 50) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in both] == ["finished\n"] * 2
+    assert (tmp_path / "log.txt").read_text().count("$ ") == 1
 
 
 @pytest.fixture
 def experiment(tmp_path):
     path = tmp_path / "tiny.toml"
-    path.write_text(
-        'tasks = ["Pendulum-v1"]\n[methods]\n'
-        f'"VSOP" = "vsop_continuous.py {TINY}"\n"PPO" = "ppo_continuous.py {TINY}"\n'
-    )
+    path.write_text(f'tasks = ["T"]\n[methods]\nA = "{FAKE}"\nB = "{FAKE} --learning-rate 1e-3"\n')
     return path
 
 
-def command(experiment, *options):
-    return [sys.executable, str(ROOT / "benchmark" / "run.py"), str(experiment), *map(str, options)]
+def in_background():
+    """Shells ignore SIGINT in background jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def start(experiment, *options):
-    line = command(experiment, "--folder", experiment.parent / "grid", *options)
-    return subprocess.Popen(line, cwd=experiment.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = [sys.executable, str(ROOT / "benchmark" / "run.py"), str(experiment), "--folder", "grid", *map(str, options)]
+    env = os.environ | {f"FAKE_{name.upper()}": str(experiment.parent / name) for name in ("broken", "fast")}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, cwd=experiment.parent, env=env, preexec_fn=in_background, **pipes)
 
 
-def training(folder):
-    """Ids of the training processes of a grid."""
-    lines = subprocess.run(["ps", "-eo", "pid,cmd"], capture_output=True, text=True).stdout.splitlines()
-    links = [Path(f"/proc/{line.split()[0]}/cwd") for line in lines if "_continuous.py" in line]
-    return [int(link.parent.name) for link in links if link.exists() and str(folder) in os.readlink(link)]
-
-
-def test_a_killed_grid_goes_on_where_it_was(experiment, tmp_path):
-    """A run that is killed alone is resumed at once, a killed grid by the same command; finished runs are skipped."""
-    options = ("--seeds", 1, "--total-timesteps", 64 * 1000, "--jobs", 2)
+def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
+    """No run is left behind, none starts again from the beginning, finished runs are skipped."""
+    steps = 3000
+    options = ("--seeds", 1, "--total-timesteps", steps, "--jobs", 2)
     process = start(experiment, *options)
     wait_for(lambda: len(list(tmp_path.glob("grid/*/runs/*/checkpoint.pt"))) == 2)
-    os.kill(training(tmp_path)[0], signal.SIGKILL)
-    wait_for(lambda: any("--resume" in path.read_text() for path in tmp_path.glob("grid/*/log.txt")))
+    time.sleep(0.5)
     process.kill()
     process.communicate()
-    wait_for(lambda: not training(tmp_path))  # none is left behind
-    before = [torch.load(path, weights_only=True)["step"] for path in tmp_path.glob("grid/*/runs/*/checkpoint.pt")]
-    assert max(before) > 0 and not list(tmp_path.glob("grid/*/finished"))
+    wait_for(lambda: not alive(tmp_path))
+    assert not list(tmp_path.glob("grid/*/finished"))
+
+    logs = list(tmp_path.glob("grid/*/log.txt"))
     process = start(experiment, *options)
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert "2 runs, 0 of them finished before" in out and "2 of 2 runs finished" in out
-    assert len(list(tmp_path.glob("grid/*/runs/*"))) == 2  # resumed, not begun again
+    wait_for(lambda: all("--resume" in log.read_text().rpartition("$ ")[2] for log in logs))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=40)
+    assert process.returncode == 143 and errors.count("\n") == 1, errors
+    assert all("stopped at step" in log.read_text().splitlines()[-1] for log in logs) and not alive(tmp_path)
+
+    (tmp_path / "fast").touch()
+    process = start(experiment, *options)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "2 of 2 runs finished" in out, errors
+    assert len(list(tmp_path.glob("grid/*/runs/*"))) == 2
+    for log in logs:
+        done = [int(step) for step in re.findall(rf"^step (\d+)/{steps}", log.read_text(), re.M)]
+        assert done[-1] == steps and len(done) < 1.5 * steps
     out, _ = start(experiment, *options).communicate(timeout=60)
-    assert "2 runs, 2 of them finished before" in out
+    assert "2 already finished" in out
+
+    report_line = [sys.executable, str(ROOT / "benchmark" / "report.py"), str(experiment), "--folder", "grid"]
+    subprocess.run(report_line, cwd=tmp_path, check=True, capture_output=True)
+    assert "| T | 0.50 | 1.00 |" in (tmp_path / "grid" / "report" / "tiny" / "README.md").read_text()
 
 
-def test_ctrl_c_leaves_checkpoints(experiment, tmp_path):
-    process = start(experiment, "--seeds", 1, "--total-timesteps", 64 * 5000, "--methods", "VSOP")
+@pytest.mark.slow
+def test_ctrl_c_leaves_checkpoints_of_a_real_script(experiment, tmp_path):
+    flags = "--num-steps 64 --no-compile"
+    experiment.write_text(f'tasks = ["Pendulum-v1"]\n[methods]\nVSOP = "vsop_continuous.py {flags}"\n')
+    process = start(experiment, "--seeds", 1, "--total-timesteps", 10_000_000)
     wait_for(lambda: list(tmp_path.glob("grid/*/runs/*/checkpoint.pt")))
-    time.sleep(1)
+    time.sleep(5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == "stopped; the same command goes on\n", errors
-    (log,) = tmp_path.glob("grid/*/log.txt")
-    assert "stopped at step" in log.read_text() and not training(tmp_path)
-
-
-@pytest.mark.parametrize("options, expected", [
-    (("nothing",), "there is no experiment 'nothing'; there are baselines"),
-    (("baselines", "--tasks", "Hoper-v4"), "the experiment has no task 'Hoper-v4'; it has Ant-v4"),
-    (("baselines", "--methods", "SAC"), "the experiment has no method 'SAC'; it has VSOP"),
-    (("baselines", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: "),
-    (("baselines", "--jobs", "0"), "--jobs must be at least 1, got 0"),
-    (("baselines", "--seeds", "0"), "--seeds must be at least 1, got 0"),
-])  # fmt: skip
-def test_bad_input_is_one_line(options, expected, tmp_path):
-    done = subprocess.run(command(*options), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {expected}") and done.stderr.count("\n") == 1, (
-        done.stderr
-    )
-
-
-def test_a_run_that_cannot_work_is_reported(experiment, tmp_path):
-    experiment.write_text(f'tasks = ["Pendulum-v1"]\n[methods]\nX = "vsop_continuous.py {TINY} --learning-rate -1"\n')
-    process = start(experiment, "--seeds", 1, "--total-timesteps", 640)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and "X, Pendulum-v1, seed 1: failed with exit code 2, see " in errors
     (log,) = tmp_path.glob("grid/*/log.txt")
+    assert process.returncode == 130 and errors.count("\n") == 1 and "stopped at step" in log.read_text()
+
+
+def test_a_run_that_fails_is_reported(experiment, tmp_path):
+    (tmp_path / "broken").touch()
+    process = start(experiment, "--seeds", 1, "--total-timesteps", 10, "--methods", "A")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    (log,) = tmp_path.glob("grid/*/log.txt")
+    assert "it is broken" in errors and errors.count("\n") == 1
     assert log.read_text().count("$ ") == 1  # a bad argument is not tried again
 
 
@@ -137,30 +165,87 @@ def test_a_run_that_cannot_work_is_reported(experiment, tmp_path):
 def test_two_nodes(experiment):
     """A cluster of two Ray nodes on the loopback, which share this machine's files."""
     env = os.environ | dict(RAY_AUTH_MODE="disabled")
+    options = dict(env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     ray = (Path(sys.executable).parent / "ray", "start", "--num-cpus=1", "--disable-usage-stats", "--block")
     address = "127.0.0.1:6399"
     with tempfile.TemporaryDirectory() as folder:  # sockets need a short path
-        head = (
-            "--head",
-            "--port=6399",
-            "--node-ip-address=127.0.0.1",
-            "--include-dashboard=false",
-            f"--temp-dir={folder}",
-        )
-        nodes = [subprocess.Popen([*ray, *head], env=env, stdout=subprocess.DEVNULL)]
+        head = ["--head", "--port=6399", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        nodes = [subprocess.Popen([*ray, *head, f"--temp-dir={folder}"], **options)]
         try:
             time.sleep(15)
-            nodes.append(subprocess.Popen([*ray, f"--address={address}"], env=env, stdout=subprocess.DEVNULL))
+            nodes.append(subprocess.Popen([*ray, f"--address={address}"], **options))
             time.sleep(15)
-            options = ("--seeds", "3", "--total-timesteps", "6400", "--address", address, "--folder", "grid")
-            line = command(experiment, *options)
-            done = subprocess.run(line, cwd=experiment.parent, env=env, capture_output=True, text=True, timeout=300)
-            assert "6 of 6 runs finished" in done.stdout, done.stderr
+            process = start(experiment, "--seeds", "3", "--total-timesteps", "100", "--address", address)
+            out, errors = process.communicate(timeout=300)
+            assert "6 of 6 runs finished" in out, errors
             assert all(node.poll() is None for node in nodes)
         finally:
             for node in nodes:
                 node.terminate()
                 node.wait()
+                with contextlib.suppress(ProcessLookupError):  # Ray's agents may outlive their node
+                    os.killpg(node.pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def refused(monkeypatch, capsys, main, *arguments) -> str:
+    """The one line on stderr with which a program ends."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("options", [
+    "--tasks Hoper-v4", "--methods SAC", "--address 127.0.0.1:1", "--jobs 0", "--seeds x", "--total-timesteps inf",
+    "--gpus-per-run nan", "--gpus-per-run 2", "--nothing 1",
+])  # fmt: skip
+def test_a_bad_flag_is_one_line(options, tmp_path, monkeypatch, capsys):
+    arguments = ["baselines", "--folder", tmp_path, *options.split()]
+    assert options.split()[0] in refused(monkeypatch, capsys, runner.main, *arguments)
+
+
+@pytest.mark.parametrize("text", [
+    "A=5", 'tasks = "x', 'tasks = "x"\n[methods]\nA = "vsop_continuous.py"', 'tasks = "mujoco"\n[methods]\nA = 5',
+    'tasks = "mujoco"\n[methods]\nA = "vsop_continuous.py \'"', 'tasks = "mujoco"\n[methods]\nA = "nothing.py"',
+    'tasks = "mujoco"\nmethods = 3', "tasks = [1]\n[methods]",
+])  # fmt: skip
+def test_a_bad_experiment_is_one_line(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.toml").write_text(text)
+    assert "bad.toml" in refused(monkeypatch, capsys, runner.main, tmp_path / "bad.toml", "--folder", tmp_path)
+    assert "nothing" in refused(monkeypatch, capsys, runner.main, "nothing")
+
+
+def test_gpus_without_a_gpu_are_refused(tmp_path, monkeypatch, capsys):
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda *args, **options: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: dict(CPU=2.0))
+    options = ("baselines", "--folder", tmp_path, "--gpus-per-run", 0.5)
+    assert "--gpus-per-run" in refused(monkeypatch, capsys, runner.main, *options)
+
+
+@pytest.mark.parametrize("program, package", [("benchmark/run.py", "ray"), ("sweeps/offline.py", "optuna")])
+def test_a_missing_package_is_one_line(program, package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}')")
+    line = [sys.executable, str(ROOT / program), "baselines", "--folder", str(tmp_path / "grid")]
+    done = subprocess.run(line, env=os.environ | dict(PYTHONPATH=str(tmp_path)), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert package in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    line = [sys.executable, str(ROOT / "benchmark" / "run.py"), "baselines", "--folder", str(tmp_path / "file" / "x")]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- report
 
 
 def test_curve_is_the_mean_of_the_last_hundred_episodes():
@@ -193,7 +278,7 @@ def test_profile_and_probability_are_those_of_rliable():
     assert report.probability_of_improvement(x, y) == pytest.approx(expected)
 
 
-def test_scores_and_normalization():
+def test_scores():
     table = pd.DataFrame(dict(
         method="PPO", task="Hopper-v4", seed=[1, 1, 2, 2], total=100, minutes=1.0, step=[50, 100, 50, 100],
         value=[1.0, 3.0, 5.0, 7.0],
@@ -205,21 +290,43 @@ def test_scores_and_normalization():
     assert "VSOP" not in found
 
 
-def test_a_method_with_a_task_missing_takes_none_from_the_others(tmp_path, monkeypatch):
+def test_ppo_is_read_at_the_number_of_steps(tmp_path, monkeypatch):
+    """From the shortest runs that are long enough, as the mean over seeds; other methods do not count."""
+    rows = [
+        ("PPO", "A", seed, total, step, value + seed)
+        for seed in (1, 2)
+        for total in (100, 200)
+        for step, value in ((total // 2, total), (total, 2 * total))
+    ]
+    rows += [("VSOP", "A", 1, 100, 100, 9e9), ("PPO", "B", 1, 100, 100, -9.0), ("PPO", "C", 1, 100, 100, 1.0)]
+    (tmp_path / "x").mkdir()
+    pd.DataFrame(rows, columns="method task seed total step value".split()).to_csv(tmp_path / "x" / "curves.csv.gz")
+    (tmp_path / "random.json").write_text('{"scores": {"A": {"mean": -40}, "B": {"mean": 0}}}')
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert common.references(100).loc["A"].tolist() == [-40, 201.5, 151.5, 100]
+    assert common.references(50).loc["A"].tolist() == [-40, 101.5, 101.5, 100]
+    assert common.references(130).loc["A"].tolist() == [-40, 201.5, 201.5, 200]
+    assert list(common.references(100).index) == ["A"] and not len(common.references(201))  # B is below random
+
+
+def test_committed_runs_have_ppo_on_all_tasks():
+    for steps in (300_000, 1_000_000):
+        assert set(common.TASKS["mujoco"]) <= set(common.references(steps).index)
+
+
+def test_a_method_without_all_tasks_does_not_remove_them_from_the_others(tmp_path, monkeypatch):
     tasks = ["Hopper-v4", "Reacher-v4"]
     runs = [(method, task) for method in ("VSOP", "PPO", "A3C") for task in tasks][:-1]
     columns = dict(seed=1, total=100, minutes=1.0, step=100, value=1.0)
     table = pd.DataFrame([dict(method=method, task=task) | columns for method, task in runs])
     monkeypatch.setattr(report, "REPS", 10)
-    reference = dict(
-        random=dict.fromkeys(tasks, 0.0), ppo=report.scores(table).set_index("task")[["final", "area"]][2:4]
-    )
+    reference = pd.DataFrame(dict(random=0.0, final=1.0, area=1.0, length=100), index=tasks)
     monkeypatch.setattr(report, "references", lambda total: reference)
     page = report.section(table, 100, runner.load_experiment("baselines"), tmp_path)
-    assert "What follows is over the tasks that PPO has: Hopper-v4, Reacher-v4." in page
-    assert "What follows is of the methods that have all these tasks: VSOP, PPO." in page
     aggregates = page[page.index("## Final return over all tasks") + 1]
     assert "| VSOP | 1.00" in aggregates and "| PPO | 1.00" in aggregates and "A3C" not in aggregates
+    for image in re.findall(r"\]\((\w+\.png)\)", "\n".join(page)):
+        assert (tmp_path / image).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["baselines", "mechanisms"])
@@ -228,7 +335,7 @@ def test_every_method_has_a_published_value_for_every_task(name):
     assert not {(m, t) for m in experiment.methods for t in experiment.tasks} - set(published)
 
 
-def test_histograms_hold_the_advantages(tmp_path):
+def test_histograms_contain_the_advantages(tmp_path):
     """Against numpy's histogram of the values; the log has them in buckets of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -248,16 +355,16 @@ def test_histograms_hold_the_advantages(tmp_path):
             np.testing.assert_allclose(np.cumsum(row["shares"]), np.cumsum(counts) / 20_000, atol=0.02)
 
 
+def numbers_of(path):
+    return [line for line in path.read_text().splitlines() if line.startswith("|")]
+
+
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("benchmark/results/*/curves.csv.gz")))
-def test_the_committed_table_alone_makes_the_committed_page(name, tmp_path, monkeypatch):
-    results = ROOT / "benchmark" / "results"
-    page = (results / name / "README.md").read_text()
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    subprocess.run(["cp", "-r", str(results), str(tmp_path / "results")], check=True)
-    for path in (tmp_path / "results" / name).glob("*.png"):
-        path.unlink()
-    (tmp_path / "results" / name / "README.md").unlink()
-    report.main(report.Args(name, folder=tmp_path / "nothing"))
-    assert (tmp_path / "results" / name / "README.md").read_text() == page
-    for image in re.findall(r"\]\((\w+\.png)\)", page):
-        assert (tmp_path / "results" / name / image).stat().st_size > 10_000
+def test_the_committed_page_has_the_numbers_of_the_committed_table(name, tmp_path, monkeypatch):
+    committed = ROOT / "benchmark" / "results" / name
+    monkeypatch.setattr(report.plt.Figure, "savefig", lambda *args: None)
+    (tmp_path / "report" / name).mkdir(parents=True)
+    (tmp_path / "report" / name / "curves.csv.gz").write_bytes((committed / "curves.csv.gz").read_bytes())
+    report.main(SimpleNamespace(experiment=name, folder=tmp_path, committed=False))
+    found = numbers_of(tmp_path / "report" / name / "README.md")
+    assert found == numbers_of(committed / "README.md")[: len(found)] and len(found) > 2
