@@ -54,7 +54,7 @@ def test_estimate_is_the_brute_force_sum(script, bootstrap):
     if hasattr(script, "action_values"):  # a critic that ignores the action: then v is q, whatever the sampled actions
         agent.critic.hidden[0].weight.data[:, OBS:] = 0.0
     rollout = random_rollout(script, np.random.default_rng(0))
-    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.compute_advantages(agent, rollout, args, torch.device("cpu"))
     values, next_values = state_values(agent, rollout.obs), state_values(agent, rollout.next_obs)
     np.testing.assert_allclose(batch.values, values.ravel(), atol=1e-5)
     expected = brute_force(rollout, values, next_values, args)
@@ -68,7 +68,7 @@ def test_advantages_are_of_one_sample_of_the_critic():
     args, agent = small_agent(script, dropout_rate=0.4, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
     torch.manual_seed(7)
-    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.compute_advantages(agent, rollout, args, torch.device("cpu"))
     torch.manual_seed(7)
     masks = script.sample_masks(2, args.width, p=0.4, device="cpu")
     expected = brute_force(
@@ -82,7 +82,7 @@ def test_without_thompson_sampling_the_critic_is_the_posterior_mean():
 
     args, agent = small_agent(script, dropout_rate=0.4, thompson=False, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
-    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.compute_advantages(agent, rollout, args, torch.device("cpu"))
     np.testing.assert_allclose(batch.values, state_values(agent, rollout.obs).ravel(), atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_rmpg_evaluates_the_same_q_as_its_critic():
 
     args, agent = small_agent(script, mc_samples=7, num_steps=STEPS, num_envs=ENVS)
     rollout = random_rollout(script, np.random.default_rng(0))
-    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.compute_advantages(agent, rollout, args, torch.device("cpu"))
     uniform = batch.uniform
     assert uniform.shape == (STEPS * ENVS, 7, 3) and uniform.abs().max() <= 2 and uniform.std() > 1
     pairs = torch.cat([batch.obs.unsqueeze(1).expand(-1, 7, -1), uniform], dim=-1)
@@ -107,7 +107,7 @@ def test_rmpg_value_is_the_mean_of_q_over_the_policy():
     obs = np.ones((2, 1, OBS), dtype=np.float32)
     nothing = np.zeros((2, 1), dtype=bool)
     rollout = script.Rollout(obs, np.zeros((2, 1, 3)), np.zeros((2, 1)), np.zeros((2, 1)), obs, nothing, nothing)
-    batch = script.estimate(agent, rollout, args, torch.device("cpu"))
+    batch = script.compute_advantages(agent, rollout, args, torch.device("cpu"))
     torch.manual_seed(0)
     state = torch.ones(200_000, OBS)
     actions = agent.actor(state) + agent.log_std.exp() * torch.randn(200_000, 3)

@@ -24,8 +24,9 @@ def test_smoke(name, tmp_path):
     assert done.stderr == ""
     folder = run_dir(tmp_path)
     assert re.fullmatch(rf"Pendulum-v1__{name}__1__\d+", folder.name)
-    line = rf"runs/{folder.name}: mean return of the last 6 episodes -\d+\.\d\d\n"
-    assert re.fullmatch(line, done.stdout), done.stdout
+    first, last = done.stdout.splitlines()
+    assert first.startswith(f"runs/{folder.name}: Pendulum-v1, gradients on cpu")
+    assert re.fullmatch(rf"runs/{folder.name}: mean return of the last 6 episodes -\d+\.\d\d", last), done.stdout
     values, tags = scalars(tmp_path)
     expected = {f"charts/{tag}" for tag in ("episodic_return", "episodic_length", "learning_rate", "SPS")}
     losses = ("value_loss", "policy_loss", "entropy", "approx_kl", "explained_variance", "grad_norm")
@@ -72,47 +73,112 @@ def test_help_lists_every_flag_with_its_meaning(name, monkeypatch, capsys):
         load(name).parse_args()
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    for flag in vars(load(name).Args(num_minibatches=1)):
+    for flag in vars(load(name).RunArgs()):
         assert flag.replace("_", "-") in text, flag
+    assert load(name).__doc__.split(":")[0] in text
 
 
-BAD = {
-    "--env-id HalfCheeta-v4": "unknown task 'HalfCheeta-v4'; the nearest names are HalfCheetah-v4",
-    "--env-id Pusher-v4": "mujoco<3",
-    "--env-id CartPole-v1": "CartPole-v1 has actions Discrete(2)",
-    "--num-minibatches 33": "a rollout of 2048 steps cannot be split into 33 equal minibatches",
-    "--dropout-rate 1": "--dropout-rate must be in [0, 1), got 1.0",
-    "--dropout-rate -0.1": "--dropout-rate must be in [0, 1)",
-    "--learning-rate -0.001": "--learning-rate must be positive, got -0.001",
-    "--learning-rate nan": "--learning-rate must be positive",
-    "--total-timesteps 0": "--total-timesteps 0 is less than one rollout of 2048 steps",
-    "--seed -1": "--seed must be at least 0, got -1",
-    "--num-steps 0": "--num-steps must be at least 1, got 0",
-    "--num-envs 0": "--num-envs must be at least 1, got 0",
-    "--gamma 1.5": "--gamma must be in [0, 1], got 1.5",
-}
+BAD = [  # the first flag is the one to blame
+    "--env-id HalfCheeta-v4",
+    "--env-id Pusher-v4",
+    "--env-id CartPole-v1",
+    "--env-id not_there:Task-v0",
+    "--env-kwargs nope 1 --env-id Hopper-v4",
+    "--num-minibatches 33",
+    "--dropout-rate 1",
+    "--dropout-rate -0.1",
+    "--learning-rate -0.001",
+    "--learning-rate nan",
+    "--total-timesteps 0",
+    "--seed -1",
+    "--seed 99999999999999999999",
+    "--num-steps 0",
+    "--num-envs 0",
+    "--gamma 1.5",
+    "--checkpoint-every 0",
+    "--resume nowhere",
+]
 
 
 @pytest.mark.parametrize("options", BAD)
 def test_bad_input_is_one_line_and_code_2(options, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert BAD[options] in refused(monkeypatch, capsys, "vsop_continuous", *options.split())
+    flag = options.split()[0].replace("env-kwargs", "env-id")
+    assert flag in refused(monkeypatch, capsys, "vsop_continuous", *options.split())
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_checks_its_input(name, capsys):
+    script = load(name)
     for bad in (dict(learning_rate=-1.0), dict(num_steps=0), dict(num_minibatches=3), dict(total_timesteps=0)):
         with pytest.raises(SystemExit, match="2"):
-            load(name).Args(**bad)
+            script.check_args(script.RunArgs(**bad))
         assert capsys.readouterr().err.count("\n") == 1
+
+
+OWN_TASK = """
+import gymnasium as gym, numpy as np
+class Task(gym.Env):
+    action_space = gym.spaces.Box(-1, 1, (2,), ACTIONS)
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.normal(size=2), {}
+    def step(self, action):
+        self.t += 1
+        STEP
+        return self.np_random.normal(size=2), 1.0, self.t == 50, False, {}
+gym.register("Task-v0", Task)
+"""
+
+
+def own_task(folder, step="pass", actions="np.float32"):
+    (folder / "own.py").write_text(OWN_TASK.replace("STEP", step).replace("ACTIONS", actions))
+    return "--env-id", "own:Task-v0"
+
+
+def test_a_task_in_the_current_folder(tmp_path):
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_in_powers_of_ten(tmp_path):
+    done = run("vsop_continuous", *own_task(tmp_path), *TINY, "--total-timesteps", "1e3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["args"]["total_timesteps"] == 1000
+
+
+def test_integer_actions_are_refused(tmp_path):
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path, actions="np.int64"), cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--env-id" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("step", ["if self.t == 30: open('not there')", "if self.t == 30: raise SystemExit(0)"])
+def test_a_task_that_raises_shows_its_traceback_and_keeps_the_checkpoint(step, tmp_path):
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path, step), cwd=tmp_path)
+    assert done.returncode == 1
+    *trace, last = done.stderr.splitlines()
+    assert trace[0].startswith("Traceback") and "own.py" in done.stderr
+    assert last.startswith("error: own:Task-v0 failed: ") and str(run_dir(tmp_path).name) in last
+    assert (run_dir(tmp_path) / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("redirect", [">&-", "| head -1"])
+def test_closed_output(redirect, tmp_path):
+    options = " ".join((*TINY, *own_task(tmp_path)))
+    command = f'"{sys.executable}" "{ROOT}/vsop_continuous.py" {options} {redirect}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == ""
+    assert torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["step"] == 256
 
 
 def test_unwritable_runs_folder(tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
     done = run("vsop_continuous", *TINY, "--env-id", "Pendulum-v1", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: cannot write to the runs folder: ")
+    assert done.stderr.startswith("error: ")
 
 
 def test_rmpg_refuses_unbounded_actions(tmp_path):
@@ -125,7 +191,7 @@ def test_rmpg_refuses_unbounded_actions(tmp_path):
     )
     done = run("rmpg_continuous", "--env-id", "unbounded:Unbounded-v0", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == "error: unbounded:Unbounded-v0 has unbounded actions, and RMPG integrates over all of them\n"
+    assert done.stderr.startswith("error: unbounded:Unbounded-v0") and done.stderr.count("\n") == 1
 
 
 def test_wandb_offline(tmp_path):
@@ -141,7 +207,7 @@ def test_wandb_without_an_account_is_one_line(tmp_path):
     account = dict(WANDB_MODE="online", WANDB_API_KEY="", HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"))
     done = run("vsop_continuous", *TINY, *options, cwd=tmp_path, **account)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: cannot track with W&B: ")
+    assert done.stderr.startswith("error: --track")
 
 
 def test_unscaled_observations_and_rewards(tmp_path):
@@ -165,25 +231,16 @@ def test_learning_rate_is_annealed_unless_told_otherwise(tmp_path):
         assert rates == pytest.approx(expected)
 
 
-def test_without_a_compiler_the_run_says_so_and_goes_on(tmp_path):
-    options = [option for option in TINY if option != "--no-compile"]
-    done = run("vsop_continuous", *options, "--env-id", "Pendulum-v1", cwd=tmp_path, PATH="", CXX="none")
-    assert done.returncode == 0
-    assert done.stderr == "no C++ compiler found: the run goes on uncompiled, at about half the speed\n"
-
-
-def test_a_plain_line_now_and_then_when_the_output_is_no_terminal(capsys):
+def test_a_plain_line_now_and_then_when_the_output_is_not_a_terminal(capsys):
     script = load("vsop_continuous")
-    progress = script.Progress(10_000)
-    progress.start -= 40.0
+    progress = script.Progress(10_000_000)
     progress.returns.extend([1.0, 2.0])
-    progress.update(1000)
+    progress.update(1000, 100.0)
     assert capsys.readouterr().out == ""
     progress.next_line = 0.0
-    progress.update(4000)
-    line = capsys.readouterr().out
-    assert re.fullmatch(r"step 4000/10000  (100|99) steps/s  return 1.50  00:01:00 left\n", line), line
-    progress.update(5000)
+    progress.update(4000, 100.0)
+    assert capsys.readouterr().out == "step 4000/10000000  100 steps/s  return 1.50  27:46:00 left\n"
+    progress.update(5000, 100.0)
     assert capsys.readouterr().out == ""
 
 
@@ -195,7 +252,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
     screen = os.read(ours, 100_000).decode()
     assert done.returncode == 0
     assert re.search(r"100%\|█+\| 256/256 \[00:\d\d<00:00, +[\d.]+k?step/s, return -[\d.]+\]", screen), screen
-    assert screen.count("\n") == 2  # the bar and the last line, nothing else
+    assert screen.count("\n") == 3  # the first line, the bar and the last line, nothing else
 
 
 def test_a_compiler_that_does_not_work_is_one_line_and_the_run_continues(tmp_path):

@@ -228,19 +228,30 @@ def test_logprob_is_torchs(name):
     torch.testing.assert_close(load(name).gaussian_logprob(actions, mean, log_std), expected)
 
 
-def test_mechanisms_report_what_they_say():
+class Logged(dict):
+    """A writer that keeps what it is given."""
+
+    def add_scalar(self, tag, value, step):
+        self[tag] = value
+
+    add_histogram = add_scalar
+
+
+def test_the_log_says_what_the_mechanisms_do():
     args, agent = small_agent(vsop_continuous, dropout_rate=0.5)
     columns = dict(advantages=[1.0, -2.0, 3.0, -1.0], values=[1.0, 2.0, 0.0, 1.0], next_values=[2.0, 0.0, 1.0, 0.0])
     columns = {name: torch.tensor(x) for name, x in columns.items()}
-    batch = random_minibatch(vsop_continuous, args, rows=4, **columns)
+    batch, logged = random_minibatch(vsop_continuous, args, rows=4, **columns), Logged()
     state = torch.get_rng_state()
-    found = vsop_continuous.mechanisms(agent, batch, 2048, args)
+    vsop_continuous.log(logged, 2048, agent, batch, {}, args, detailed=True)
     assert torch.equal(state, torch.get_rng_state())  # logging does not change learning
-    assert found["positive_advantages"] == 0.5
-    assert found["c_pi"].item() == pytest.approx((0.99 * 2 - 1 + 0.99 * 1) / 4)
-    assert found["disagreement"] > 0
+    assert logged["vsop/positive_advantages"] == 0.5
+    assert logged["vsop/c_pi"] == pytest.approx((0.99 * 2 - 1 + 0.99 * 1) / 4)
+    assert logged["vsop/disagreement"] > 0
+    assert [logged[f"spectral_norm/critic_{i}"] for i in range(2)] == pytest.approx([1.0, 1.0], abs=1e-3)
     args.dropout_rate = 0.0
-    assert vsop_continuous.mechanisms(agent, batch, 2048, args)["disagreement"] == 0
+    vsop_continuous.log(logged, 2048, agent, batch, {}, args, detailed=False)
+    assert logged["vsop/disagreement"] == 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -254,6 +265,15 @@ def test_numpy_weights_are_copies(name):
         parameter.data += 1.0
     for x, y in zip((x for layer in layers for x in layer), before):
         np.testing.assert_array_equal(x, y)
+
+
+@torch.no_grad()
+def step(agent, optimizer, gradients, minibatch, args):
+    grads, stats = gradients(agent, minibatch, args)
+    for parameter, x in zip(agent.parameters(), grads, strict=True):
+        parameter.grad = x
+    optimizer.step()
+    return stats
 
 
 def compare_compiled_with_eager(name, device):
@@ -271,8 +291,10 @@ def compare_compiled_with_eager(name, device):
             torch.manual_seed(seed)
             minibatch = minibatch._replace(masks=script.sample_masks(4, args.width, p=args.dropout_rate, device="cpu"))
         minibatch = script.Batch(*(x.to(device) for x in minibatch))
-        stats = script.update(agent, optimizers[0], script.gradients, minibatch, args)
-        fast_stats = script.update(twin, optimizers[1], fast, minibatch, args)
+        (stats, fast_stats) = (
+            step(x, optimizer, function, minibatch, args)
+            for x, optimizer, function in zip((agent, twin), optimizers, (script.gradients, fast))
+        )
         assert stats.keys() == fast_stats.keys()
         for key in stats:
             torch.testing.assert_close(fast_stats[key], stats[key], atol=1e-6, rtol=1e-4)

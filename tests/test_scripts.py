@@ -16,35 +16,8 @@ MASKS = "dropout, spectral norm and Thompson sampling are VSOP's, VSPPO's and RM
 FRAMES = "frames of a game, levels to test on, and one network for actor and critic"
 OWN = [{script} for script in ALL]
 BAYESIAN, PLAIN, GAMES = {VSOP, VSPPO, RMPG}, {A3C, PPO}, {GAME_VSOP, GAME_PPO}
-BY_MASKS = [BAYESIAN, PLAIN, {GAME_VSOP}, {GAME_PPO}]
-BY_MASKS_BUT_PLAIN = [BAYESIAN, PLAIN | {GAME_PPO}, {GAME_VSOP}]
-BY_TASK = [set(SCRIPTS), GAMES]
 # Which scripts may have a version of their own of what has the same name in others, and why.
-DIFFERENT = {
-    "Args": (OWN, "flags and defaults are the algorithm's"),
-    "loss_function": (OWN, "the objective is the algorithm"),
-    "MLP": ([BAYESIAN, PLAIN], MASKS),
-    "forward": ([BAYESIAN, PLAIN], MASKS),
-    "infer": ([{GAME_VSOP}, {GAME_PPO}], MASKS),
-    "collect": (BY_MASKS, MASKS + "; " + FRAMES),
-    "gradients": (BY_MASKS, MASKS + "; " + FRAMES),
-    "update": (BY_MASKS_BUT_PLAIN, MASKS),
-    "gradient_step": (BY_MASKS_BUT_PLAIN, MASKS),
-    "mechanisms": (BY_MASKS_BUT_PLAIN, MASKS),
-    "Agent": ([{VSOP, VSPPO}, PLAIN, {RMPG}, {GAME_VSOP}, {GAME_PPO}], MASKS + "; RMPG's critic is q(s, a)"),
-    "estimate": (OWN, MASKS + "; PPO's clipping needs the old values, RMPG the values of all actions"),
-    "Optimizer": ([BAYESIAN | {GAME_VSOP}, {A3C}, {PPO, GAME_PPO}], "AdamW, RMSProp and Adam, as in the paper's table"),
-    "log": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
-    "save_policy": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
-    "Envs": (BY_TASK, FRAMES),
-    "Rollout": (BY_TASK, FRAMES),
-    "minibatches": (BY_TASK, "frames are not copied"),
-    "not_finite": (BY_TASK, "a frame is always finite"),
-    "save_checkpoint": (BY_TASK, FRAMES),
-    "Progress": (BY_TASK, FRAMES),
-    "parse_args": (BY_TASK, "flags that may change on resuming"),
-    "train": (BY_TASK, FRAMES),
-}
+DIFFERENT = {}
 
 
 def blocks(name):
@@ -105,27 +78,6 @@ def test_inline_metadata_agrees_with_requirements(name):
 @pytest.mark.parametrize("file", ["requirements.txt", "requirements-procgen.txt", "requirements-dev.txt"])
 def test_requirements_are_pinned(file):
     assert all(re.fullmatch(r"[\w\-\[\]]+==[\w.]+", line) for line in requirements((ROOT / file).read_text()))
-
-
-@pytest.mark.parametrize("one, other", [(A3C, VSOP), (PPO, VSPPO)])
-def test_readme_quotes_the_diffs(one, other):
-    command = ["diff", f"{one}.py", f"{other}.py"]
-    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert f"```diff\n{diff}```" in (ROOT / "README.md").read_text(), f"the README does not quote {' '.join(command)}"
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_readme_explains_every_flag(name):
-    """A flag that the README does not name is a flag nobody finds."""
-    readme = (ROOT / "README.md").read_text()
-    (args,) = [
-        node for node in ast.parse((ROOT / f"{name}.py").read_text()).body if getattr(node, "name", "") == "Args"
-    ]
-    fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
-    assert len(fields) > 20
-    for field in fields:
-        flag = field.target.id.replace("_", "-")
-        assert re.search(rf"--(no-)?{flag}\b", readme), f"--{flag}"
 
 
 def test_enjoy_makes_games_as_the_scripts_do():
