@@ -7,7 +7,7 @@ the task is stepped alone as `gym.make` returns it, with random actions: that is
 best of several windows of 2048 steps after the warm-up. The limit is the share if nothing but the bare task and the
 matrix products of the updates took time. Writes speed.json, speed.md and speed.png to benchmark/results/.
 
-A game costs next to nothing compared with the network that plays it. There the limit is the network's arithmetic at the speed
+Next to the network that plays it, a game costs almost nothing. There the limit is the network's arithmetic at the speed
 of a large matrix product in the same process, and the peer is the same script with torch's default layout of frames:
 speed_procgen.json and speed_procgen.md.
 """
@@ -50,7 +50,7 @@ NUM_ENVS, WIDTHS = (1, 4, 16, 64), (64, 256, 1024)
 
 
 def raw_rate(task):
-    """Steps per second of the task alone, with random actions sampled beforehand, best of five windows of a second: about
+    """Steps per second of the task alone, with random actions sampled before, best of five windows of a second: about
     as long as the windows of a script, for where the speed of a machine varies a short one catches a faster moment."""
     import gymnasium as gym
     import mujoco
