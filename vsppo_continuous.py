@@ -551,15 +551,17 @@ class Replayable(gym.Wrapper):
     def reset(self, *, seed=None, options=None):
         self.start = self.unwrapped.np_random.bit_generator.state if seed is None else seed
         self.actions = []
-        return self.call(self.env.reset, seed=seed)
+        return self.call(2, self.env.reset, seed=seed)
 
     def step(self, action):
         self.actions.append(action)
-        return self.call(self.env.step, action)
+        return self.call(5, self.env.step, action)
 
-    def call(self, function, *inputs, **options):
+    def call(self, size, function, *inputs, **options):
         try:
-            self.raw, *rest = function(*inputs, **options)
+            self.raw, *rest = result = function(*inputs, **options)
+            if len(result) != size:
+                raise ValueError(f"{size} values expected, got {len(result)}")
         except (Exception, SystemExit) as error:
             raise TaskError from error
         return self.raw, *rest
@@ -823,8 +825,8 @@ def run(args: RunArgs, run_dir: Path):
     log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
     for iteration, batch, stats in learn(args, envs, agent, optimizer, device, function, saved["iteration"]):
         step, last = envs.global_step, iteration == args.num_iterations
-        if not stats["grad_norm"].isfinite().all():
-            fail(f"the loss is not finite at step {step}; what {run_dir} has is kept", code=1)
+        if not (stats["grad_norm"].isfinite().all() and np.isfinite(envs.obs_stats.m2).all()):
+            fail(f"a loss or the variance of an observation is not finite at step {step}; what {run_dir} has is kept", code=1)
         for when, episode_return, length in envs.finished:
             writer.add_scalar("charts/episodic_return", episode_return, when)
             writer.add_scalar("charts/episodic_length", length, when)
