@@ -811,7 +811,7 @@ def run(args: RunArgs, run_dir: Path):
     for iteration, batch, stats in learn(args, envs, agent, optimizer, device, function, saved["iteration"]):
         step, last = envs.global_step, iteration == args.num_iterations
         if not (stats["grad_norm"].isfinite().all() and np.isfinite(envs.obs_stats.m2).all()):
-            fail(f"a loss or the variance of an observation is not finite at step {step}; what {run_dir} has is kept", code=1)
+            fail(f"a loss or an observation is not finite at step {step}; what {run_dir} has is kept", code=1)
         for when, episode_return, length in envs.finished:
             writer.add_scalar("charts/episodic_return", episode_return, when)
             writer.add_scalar("charts/episodic_length", length, when)
