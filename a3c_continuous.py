@@ -464,7 +464,10 @@ class Replayable(gym.Wrapper):
     state alone is not exact for all tasks."""
 
     def reset(self, *, seed=None, options=None):
-        self.start = self.unwrapped.np_random.bit_generator.state if seed is None else seed
+        generator = getattr(
+            self.unwrapped.np_random, "bit_generator", None
+        )  # dm_control has an older kind of generator
+        self.start = seed if seed is not None or generator is None else generator.state
         self.actions = []
         return self.call(2, self.env.reset, seed=seed)
 
@@ -487,7 +490,7 @@ class Replayable(gym.Wrapper):
     def load_state_dict(self, state) -> bool:
         """Returns whether the replay reproduced the last observation."""
         seed = state["start"] if isinstance(state["start"], int) else None
-        if seed is None:
+        if isinstance(state["start"], dict):
             self.unwrapped.np_random.bit_generator.state = state["start"]
         self.reset(seed=seed)
         for action in state["actions"].numpy():
