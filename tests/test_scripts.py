@@ -17,7 +17,32 @@ FRAMES = "frames of a game, levels to test on, and one network for actor and cri
 OWN = [{script} for script in ALL]
 BAYESIAN, PLAIN, GAMES = {VSOP, VSPPO, RMPG}, {A3C, PPO}, {GAME_VSOP, GAME_PPO}
 # Which scripts may have a version of their own of what has the same name in others, and why.
-DIFFERENT = {}
+BY_MASKS, BY_TASK = [BAYESIAN, PLAIN, {GAME_VSOP}, {GAME_PPO}], [set(SCRIPTS), GAMES]
+BY_CRITIC = [{VSOP, VSPPO}, PLAIN, {RMPG}, {GAME_VSOP}, {GAME_PPO}]
+DIFFERENT = {
+    "Args": (OWN, "flags and defaults are the algorithm's"),
+    "check_args": (OWN, "so are their ranges"),
+    "loss_function": (OWN, "the objective is the algorithm"),
+    "MLP": ([BAYESIAN, PLAIN], MASKS),
+    "numpy_forward": ([BAYESIAN, PLAIN], MASKS),
+    "infer": ([{GAME_VSOP}, {GAME_PPO}], MASKS),
+    "Batch": ([{VSOP, VSPPO, GAME_VSOP}, PLAIN | {GAME_PPO}, {RMPG}], MASKS + "; RMPG has uniform actions"),
+    "collect_rollout": (BY_MASKS, MASKS + "; " + FRAMES),
+    "minibatches": (BY_MASKS, MASKS + "; " + FRAMES),
+    "gradients": (BY_MASKS, MASKS + "; " + FRAMES),
+    "log": (BY_MASKS, MASKS + "; " + FRAMES),
+    "Agent": (BY_CRITIC, MASKS + "; RMPG's critic is q(s, a)"),
+    "compute_advantages": (BY_CRITIC, MASKS + "; RMPG has the values of all actions"),
+    "make_optimizer": ([BAYESIAN, {A3C}, {PPO, GAME_PPO}, {GAME_VSOP}], "AdamW, RMSProp and Adam, as in the paper"),
+    "save_policy": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
+    **{
+        name: (BY_TASK, FRAMES)
+        for name in (
+            "Envs", "Rollout", "learn", "RunArgs", "check_task", "make_envs", "save_checkpoint", "restore", "Progress",
+            "train", "run",
+        )
+    },
+}  # fmt: skip
 
 
 def blocks(name):
