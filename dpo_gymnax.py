@@ -15,7 +15,7 @@
 # ///
 """DPO in JAX: many seeds in one call, on the tasks of Gymnax and Brax, with discrete or continuous actions.
 
-Discovered Policy Optimisation (Lu et al., 2022): instead of PPO's clipping a drift, found by meta-learning, is subtracted:
+Discovered Policy Optimisation (Lu et al., 2022) subtracts a drift, found by meta-learning, where PPO clips:
 
     J = E[ rho h(s, a) - drift ],   rho = pi(a | s, theta) / pi(a | s, theta_old)
     drift = relu((rho - 1) h - alpha tanh((rho - 1) h / alpha))   where h >= 0,   alpha = 2
@@ -287,7 +287,7 @@ def update(state, env, args):
         grads, stats = jax.grad(loss_function, has_aux=True)(params, vectors, minibatch, masks, args)
         updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
         params = jax.tree.map(lambda x, update: x + lr * update, params, updates)
-        return (params, vectors, opt_state), stats | dict(grad_norm=optax.global_norm(grads))
+        return (params, vectors, opt_state), stats | dict(grad_norm=optax.tree.norm(grads))
 
     # A random order per epoch. Indices in the low bits of random numbers sort five times faster than pairs of the two.
     bits, shape = args.batch_size.bit_length(), (args.update_epochs, args.batch_size)

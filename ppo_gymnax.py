@@ -280,7 +280,7 @@ def update(state, env, args):
         grads, stats = jax.grad(loss_function, has_aux=True)(params, vectors, minibatch, masks, args)
         updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
         params = jax.tree.map(lambda x, update: x + lr * update, params, updates)
-        return (params, vectors, opt_state), stats | dict(grad_norm=optax.global_norm(grads))
+        return (params, vectors, opt_state), stats | dict(grad_norm=optax.tree.norm(grads))
 
     # A random order per epoch. Indices in the low bits of random numbers sort five times faster than pairs of the two.
     bits, shape = args.batch_size.bit_length(), (args.update_epochs, args.batch_size)
