@@ -5,7 +5,6 @@
 #     "jax==0.10.2",
 #     "numpy==2.4.6",
 #     "optax==0.2.8",
-#     "pygame==2.6.1",
 #     "six==1.17.0",
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
@@ -33,8 +32,10 @@ import signal
 import sys
 import time
 from collections import namedtuple
-from dataclasses import asdict, dataclass, fields
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -98,9 +99,10 @@ BRAX = dict(total_timesteps=50_000_000, num_envs=2048, num_steps=10, learning_ra
 BRAX |= dict(num_minibatches=32, update_epochs=3, max_grad_norm=3.3, width=512, activation="relu")
 BRAX |= dict(ent_coef=0.0, norm_obs=True, norm_reward=True)
 
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")  # a rollout with one row per step
+
+
 # -------------------------------------------------------------------------------------------------------- networks
-
-
 def init_layers(key, *sizes, out_gain):
     """(weight, bias) of two hidden layers and the output."""
     gains, keys = (math.sqrt(2), math.sqrt(2), out_gain), random.split(key, 3)
@@ -108,14 +110,15 @@ def init_layers(key, *sizes, out_gain):
     return [(weight, jnp.zeros(weight.shape[1])) for weight in weights]
 
 
-def power_iteration(params, vectors):
+def power_iteration(params):
     """Moves each v towards where sigma = |Wv| is the spectral norm of its layer (Miyato et al., 2018)."""
-    moved = {name: [w.T @ (w @ v) for (w, _), v in zip(params[name], vectors[name])] for name in vectors}
-    return jax.tree.map(lambda v: v / jnp.linalg.norm(v), moved)
+    vectors = {name: [w.T @ (w @ v) for (w, _), v in zip(params[name], vs)] for name, vs in params["vectors"].items()}
+    return params | dict(vectors=jax.tree.map(lambda v: v / jnp.linalg.norm(v), vectors))
 
 
-def normalized(layers, vectors):
-    """The layers with the hidden ones divided by their spectral norm; as they are if there are no vectors."""
+def normalized(params, name):
+    """The layers of actor or critic, hidden ones divided by their sigma. Without spectral norm there are no vectors."""
+    layers, vectors = params[name], jax.lax.stop_gradient(params["vectors"][name])
     return [(w / jnp.linalg.norm(w @ v), b) for (w, b), v in zip(layers, vectors)] + layers[len(vectors) :]
 
 
@@ -136,16 +139,13 @@ def logprobs_and_entropy(outputs, log_std, actions):
     """Of a Gaussian policy or, without log_std, of a softmax over discrete actions."""
     if log_std is None:
         logits = jax.nn.log_softmax(outputs)
-        chosen = jax.nn.one_hot(actions, outputs.shape[-1])
-        return (logits * chosen).sum(-1), -(jnp.exp(logits) * logits).sum(-1)
-    noise = (actions - outputs) / jnp.exp(log_std)
-    logprobs = -(0.5 * noise**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+        logprobs = (logits * jax.nn.one_hot(actions, outputs.shape[-1])).sum(-1)
+        return logprobs, -(jnp.exp(logits) * logits).sum(-1)
+    logprobs = jax.scipy.stats.norm.logpdf(actions, outputs, jnp.exp(log_std)).sum(-1)
     return logprobs, (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
 
 
 # -------------------------------------------------------------------------------------------------------- learning
-
-
 def update_stats(stats, x):
     """Count, mean and variance of all rows so far, with those of x."""
     count, mean, var = stats
@@ -157,9 +157,9 @@ def normalize(x, mean, var):
     return ((x - mean) / jnp.sqrt(var + 1e-8)).clip(-10.0, 10.0)
 
 
-def collect_rollout(params, vectors, envs, key, env, args):
+def collect_rollout(params, envs, key, env, args):
     """Lines 2 to 8: act for num_steps. Every step of every environment samples its own actor weights."""
-    actor, log_std = normalized(params["actor"], vectors["actor"]), params["log_std"]
+    actor, log_std = normalized(params, "actor"), params["log_std"]
 
     def step(old, key):
         key_masks, key_action, key_envs = random.split(key, 3)
@@ -177,8 +177,8 @@ def collect_rollout(params, vectors, envs, key, env, args):
         keys = random.split(key_envs, args.num_envs)
         raw, state, rewards, terminated, truncated, info = jax.vmap(env.step)(keys, old["state"], actions)  # line 7
         ends, next_obs = terminated | truncated, info["final_observation"].reshape(args.num_envs, -1)
-        decays = jnp.array([[1.0], [1.0], [args.gamma]])
-        tally = decays * old["tally"] + jnp.stack([rewards, jnp.ones(args.num_envs), rewards])
+        returns, lengths, discounted = old["tally"]
+        tally = jnp.stack([returns + rewards, lengths + 1, args.gamma * discounted + rewards])
         if args.norm_obs:
             next_obs = normalize(next_obs, *obs_stats[1:])
         if args.norm_reward:
@@ -193,23 +193,14 @@ def collect_rollout(params, vectors, envs, key, env, args):
 
 def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     """Generalized advantage estimation; `next_values` is 0 after a terminal step, and no sum crosses an end."""
-
-    def step(advantage, x):
-        delta, decay = x
-        advantage = delta + decay * advantage
-        return advantage, advantage
-
-    deltas, decays = rewards + gamma * next_values - values, gamma * gae_lambda * ~ends
-    return jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True)[1]
+    xs = (rewards + gamma * next_values - values, gamma * gae_lambda * ~ends)
+    return jax.lax.scan(lambda after, x: (x[0] + x[1] * after,) * 2, jnp.zeros_like(values[0]), xs, reverse=True)[1]
 
 
-Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")  # a rollout with one row per step
-
-
-def compute_advantages(params, vectors, rollout, key, args) -> Batch:
+def compute_advantages(params, rollout, key, args) -> Batch:
     """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update."""
     obs, actions, logprobs, rewards, terminated, truncated, next_obs = rollout
-    critic, ends = normalized(params["critic"], vectors["critic"]), terminated | truncated
+    critic, ends = normalized(params, "critic"), terminated | truncated
     masks = sample_masks(key, 2, args.width, p=args.dropout_rate)
     values = forward(critic, obs, masks, args)[..., 0]
     if args.bootstrap_truncated:
@@ -222,10 +213,10 @@ def compute_advantages(params, vectors, rollout, key, args) -> Batch:
     return Batch(*(x.reshape(args.batch_size, *x.shape[2:]) for x in columns))
 
 
-def loss_function(params, vectors, minibatch: Batch, masks, args):
+def loss_function(params, minibatch: Batch, masks, args):
     """The clipped surrogate for the actor, the clipped squared error for the critic, each under its own sample."""
-    outputs = forward(normalized(params["actor"], vectors["actor"]), minibatch.obs, masks[:2], args)
-    values = forward(normalized(params["critic"], vectors["critic"]), minibatch.obs, masks[2:], args)[:, 0]
+    outputs = forward(normalized(params, "actor"), minibatch.obs, masks[:2], args)
+    values = forward(normalized(params, "critic"), minibatch.obs, masks[2:], args)[:, 0]
     logprobs, entropy = logprobs_and_entropy(outputs, params["log_std"], minibatch.actions)
     logratio = logprobs - minibatch.logprobs
     advantages = (minibatch.advantages - minibatch.advantages.mean()) / (minibatch.advantages.std() + 1e-8)
@@ -258,61 +249,46 @@ def init(seed, env, args) -> dict:
     params["actor"] = init_layers(key_actor, *sizes, action_dim, out_gain=0.01)
     params["critic"] = init_layers(key_critic, *sizes, 1, out_gain=1.0)
     vectors = [jnp.ones(args.width)] * 2 if args.spectral_norm else []
-    state = dict(iteration=0, key=key, envs=envs, params=params, opt_state=make_optimizer(args).init(params))
-    return state | dict(vectors=dict(actor=vectors, critic=vectors))
+    params["vectors"] = dict(actor=vectors, critic=vectors)
+    return dict(iteration=0, key=key, envs=envs, params=params, opt_state=make_optimizer(args).init(params))
 
 
 def update(state, env, args):
     """An iteration of Algorithm 1. Returns the next state and statistics."""
     key, key_rollout, key_critic, key_orders, key_masks = random.split(state["key"], 5)
-    params, vectors = state["params"], state["vectors"]
+    params = state["params"]
     if args.spectral_norm:  # to convergence: the layers that act have a spectral norm of 1
-        vectors = jax.lax.fori_loop(0, 100, lambda _, x: power_iteration(params, x), vectors)
-    envs, rollout = collect_rollout(params, vectors, state["envs"], key_rollout, env, args)
-    batch = compute_advantages(params, vectors, rollout, key_critic, args)
+        params = jax.lax.fori_loop(0, 100, lambda _, x: power_iteration(x), params)
+    envs, rollout = collect_rollout(params, state["envs"], key_rollout, env, args)
+    batch = compute_advantages(params, rollout, key_critic, args)
     lr = args.learning_rate * (1 - state["iteration"] / args.num_iterations if args.anneal_lr else 1)
 
     def step(carry, x):
-        (params, vectors, opt_state), (rows, key) = carry, x
-        vectors = power_iteration(params, vectors)
+        (params, opt_state), (rows, key) = carry, x
+        params = power_iteration(params)
         masks = sample_masks(key, 4, args.width, p=args.dropout_rate)  # lines 14 and 16
         minibatch = Batch(*(column[rows] for column in batch))
-        grads, stats = jax.grad(loss_function, has_aux=True)(params, vectors, minibatch, masks, args)
+        grads, stats = jax.grad(loss_function, has_aux=True)(params, minibatch, masks, args)
         updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
         params = jax.tree.map(lambda x, update: x + lr * update, params, updates)
-        return (params, vectors, opt_state), stats | dict(grad_norm=optax.tree.norm(grads))
+        return (params, opt_state), stats | dict(grad_norm=optax.tree.norm(grads))
 
     # A random order per epoch. Indices in the low bits of random numbers sort five times faster than pairs of the two.
     bits, shape = args.batch_size.bit_length(), (args.update_epochs, args.batch_size)
     orders = jnp.sort(random.bits(key_orders, shape) << bits | jnp.arange(args.batch_size, dtype=jnp.uint32))
     orders = (orders % 2**bits).reshape(args.update_epochs * args.num_minibatches, -1)
-    carry, xs = (params, vectors, state["opt_state"]), (orders, random.split(key_masks, len(orders)))
-    (params, vectors, opt_state), stats = jax.lax.scan(step, carry, xs)
-    stats = {f"losses/{name}": x.mean() for name, x in stats.items()}
-    stats["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    for name, x in zip(("return", "length"), envs["ended"]):
-        stats[f"charts/episodic_{name}"] = jnp.nanmean(x)
-    stats["charts/learning_rate"] = lr
-    state = dict(iteration=state["iteration"] + 1, key=key, envs=envs, params=params, opt_state=opt_state)
-    return state | dict(vectors=vectors), stats
+    xs = (orders, random.split(key_masks, len(orders)))
+    (params, opt_state), stats = jax.lax.scan(step, (params, state["opt_state"]), xs)
+    stats = {name: x.mean() for name, x in stats.items()} | dict(learning_rate=lr)
+    stats["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
+    return dict(iteration=state["iteration"] + 1, key=key, envs=envs, params=params, opt_state=opt_state), stats
 
 
-def learn(args, env, states, log_every):
-    """The training loop, all seeds at once. Yields after chunks of about a second, and every log_every iterations."""
+def learn(states, count, env, args):
+    """The training loop: `count` iterations of all seeds at once. Returns the states and the last statistics."""
     updates = jax.vmap(partial(update, env=env, args=args))
-
-    @partial(jax.jit, donate_argnums=0)
-    def chunk(states, count):
-        stats = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(updates, states)[1])
-        return jax.lax.fori_loop(0, count, lambda _, x: updates(x[0]), (states, stats))
-
-    iteration, count = int(states["iteration"][0]), 1
-    while iteration < args.num_iterations:
-        start, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
-        states, stats = jax.block_until_ready(chunk(states, count))
-        iteration += count
-        count = max(1, count // 2) if time.time() - start > 1 else 2 * count
-        yield iteration, states, stats
+    stats = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(updates, states)[1])
+    return jax.lax.fori_loop(0, count, lambda _, x: updates(x[0]), (states, stats))
 
 
 # ================================================================================================================
@@ -336,18 +312,13 @@ def fail(message: str, code: int = 2):
 
 
 def check_args(args: RunArgs):
-    def check(valid, names, meaning):
-        for name in names.split():
-            if not valid(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(args, name)}")
-
-    counts = "num_seeds num_envs num_steps num_minibatches update_epochs width checkpoint_every"
-    check(lambda x: x >= 1, counts, "at least 1")
-    check(lambda x: 0 <= x < 2**31, "seed", "in [0, 2^31)")
-    check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
-    check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
-    check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
-    check(lambda x: 0 <= x < 1, "dropout_rate", "in [0, 1)")
+    for name, x in asdict(args).items():
+        low = 1 if type(x) is int and name != "seed" else 0
+        high = 1 if name in ("gamma", "gae_lambda", "dropout_rate") else 2**62
+        if type(x) in (int, float) and not low <= x <= high:
+            fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
+    if args.seed + args.num_seeds > 2**31 or args.dropout_rate == 1:
+        fail("seeds must be below 2^31, and --dropout-rate below 1")
     if args.batch_size % args.num_minibatches:
         fail(f"a rollout of {args.batch_size} steps cannot be split into {args.num_minibatches} equal minibatches")
     if args.num_iterations < 1:
@@ -359,8 +330,8 @@ class BraxEnv:
     environment starts all its episodes alike."""
 
     def __init__(self, name):
-        from brax import envs
-
+        with redirect_stdout(None):  # it prints which optional packages it lacks
+            from brax import envs
         self.env, self.default_params = envs.create(name, auto_reset=False), None  # with a time limit of 1,000 steps
 
     def action_space(self, params):
@@ -390,30 +361,34 @@ def make_env(env_id: str):
     return env
 
 
-def write(path: Path, args: RunArgs, arrays: dict, **meta):
-    """Arrays, and the rest as JSON. Atomic: an interruption leaves the previous file."""
+def leaf_name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def write(path: Path, tree, args: RunArgs, **meta):
+    """The arrays of a tree by name, and the rest as JSON. Atomic: an interruption leaves the previous file."""
     meta |= dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None))
+    arrays = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     with open(path.with_suffix(".part"), "wb") as file:
         np.savez(file, meta=json.dumps(meta), **arrays)
     path.with_suffix(".part").replace(path)
 
 
+def save_policy(path: Path, state: dict, args: RunArgs):
+    """Everything needed to act: the actor with the spectral norm folded in, and the scaling of observations."""
+    params, (_, mean, var) = state["params"], state["envs"]["obs_stats"]
+    policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
+    write(path, policy | (dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8)) if args.norm_obs else {}), args)
+
+
 def save_checkpoint(run_dir: Path, states: dict, seconds: float, writers: list, args: RunArgs):
-    """Everything needed to continue as if nothing had happened. And for each seed what it takes to act: the actor with
-    the spectral norm folded in, and the scaling of observations."""
-    for writer in writers:
+    """Everything needed to continue as if nothing had happened, and the policies."""
+    states = jax.device_get(states)
+    for i, writer in enumerate(writers):
         writer.flush()
-    states = jax.tree.map(np.asarray, states)
-    arrays = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(states)}
+        save_policy(run_dir / f"seed_{args.seed + i}" / "policy.npz", jax.tree.map(itemgetter(i), states), args)
     events = {str(path.relative_to(run_dir)): path.stat().st_size for path in run_dir.glob("*/events.*")}
-    write(run_dir / "checkpoint.npz", args, arrays, seconds=seconds, events=events)
-    params, (_, mean, var) = states["params"], states["envs"]["obs_stats"]
-    layers = jax.vmap(normalized)(params["actor"], states["vectors"]["actor"])
-    arrays = {f"{name}_{i}": x for i, layer in enumerate(layers) for name, x in zip(("weight", "bias"), layer)}
-    arrays |= dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8)) if args.norm_obs else {}
-    arrays |= {} if params["log_std"] is None else dict(log_std=params["log_std"])
-    for i in range(args.num_seeds):
-        write(run_dir / f"seed_{args.seed + i}" / "policy.npz", args, {name: x[i] for name, x in arrays.items()})
+    write(run_dir / "checkpoint.npz", states, args, seconds=seconds, events=events)
 
 
 def load_checkpoint(run_dir: Path):
@@ -445,14 +420,11 @@ def parse_args() -> RunArgs:
     """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
     first, _ = tyro.cli(RunArgs, add_help=False, return_unknown_args=True)
     family = MINATAR if first.env_id.endswith("-MinAtar") else BRAX if first.env_id.startswith("brax/") else {}
-    saved = RunArgs(
-        **(load_checkpoint(first.resume)[0]["args"] if first.resume else dict(env_id=first.env_id) | family)
-    )
-    args = tyro.cli(RunArgs, default=saved)
-    for field in fields(Args):
-        given, has = getattr(args, field.name), getattr(saved, field.name)
-        if args.resume and given != has and field.name != "total_timesteps":
-            fail(f"--{field.name.replace('_', '-')} {given} contradicts {args.resume}, which has {has}")
+    saved = load_checkpoint(first.resume)[0]["args"] if first.resume else dict(env_id=first.env_id) | family
+    args = tyro.cli(RunArgs, default=RunArgs(**saved))
+    for name in asdict(Args()).keys() - {"total_timesteps"} if args.resume else ():
+        if getattr(args, name) != saved[name]:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} contradicts {args.resume}, which has {saved[name]}")
     check_args(args)
     return args
 
@@ -467,8 +439,8 @@ class Progress:
     def seconds(self) -> float:
         return time.time() - self.start
 
-    def update(self, step: int, rate: float, returns):
-        mean = float(jnp.nanmean(returns))
+    def update(self, step: int, rate: float, states: dict):
+        mean = float(jnp.nanmean(states["envs"]["ended"][:, 0]))
         self.bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.time() > self.next_line:
@@ -477,10 +449,14 @@ class Progress:
             self.next_line = time.time() + 30
 
 
-def log(writers: list, step: int, stats: dict):
+def log(writers: list, step: int, rate: float, states: dict, stats: dict):
     """To the TensorBoard file of each seed, except what is not known yet."""
+    returns, lengths, _ = jnp.nanmean(states["envs"]["ended"], 2).T
+    charts = dict(episodic_return=returns, episodic_length=lengths, learning_rate=stats.pop("learning_rate"))
+    rows = {f"charts/{name}": np.asarray(x) for name, x in charts.items()}
+    rows |= {f"losses/{name}": x for name, x in stats.items()} | {"charts/SPS": np.full(len(writers), rate)}
     for i, writer in enumerate(writers):
-        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in stats.items() if np.isfinite(x[i])]
+        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in rows.items() if np.isfinite(x[i])]
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
 
@@ -492,7 +468,7 @@ def train(args: RunArgs) -> Path:
     saved = dict(seconds=0.0)
     if args.resume:
         saved, arrays = load_checkpoint(run_dir)
-        states = jax.tree_util.tree_map_with_path(lambda path, x: arrays[jax.tree_util.keystr(path)], states)
+        states = jax.tree_util.tree_map_with_path(lambda path, x: arrays[leaf_name(path)], states)
         for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
             os.truncate(path, saved["events"].get(str(path.relative_to(run_dir)), 0))
     saved_step = int(states["iteration"][0]) * args.batch_size
@@ -505,7 +481,6 @@ def train(args: RunArgs) -> Path:
         wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
     print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), default=str))
     if not args.resume:
         save_checkpoint(run_dir, states, 0.0, writers, args)
     signals = []  # received signals, handled after the current chunk; a second one exits immediately
@@ -518,14 +493,20 @@ def train(args: RunArgs) -> Path:
         signal.signal(number, on_signal)
     total = args.num_iterations * args.batch_size * args.num_seeds
     progress = Progress(total, saved_step * args.num_seeds, saved["seconds"])
-    for iteration, states, stats in learn(args, env, states, log_every):  # noqa: B020 (the old states are used up)
-        stats, step, last = jax.device_get(stats), iteration * args.batch_size, iteration == args.num_iterations
-        if not np.isfinite(stats["losses/grad_norm"]).all():
+    chunk = jax.jit(partial(learn, env=env, args=args), donate_argnums=0)
+    iteration, count = int(states["iteration"][0]), 1
+    while iteration < args.num_iterations:
+        start, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
+        states, stats = chunk(states, count)
+        stats, iteration = jax.device_get(stats), iteration + count
+        count = max(1, count // 2) if time.time() - start > 1 else 2 * count  # chunks of about a second
+        step, last = iteration * args.batch_size, iteration == args.num_iterations
+        if not np.isfinite(stats["grad_norm"]).all():
             fail(f"a loss is not finite at step {step}; the last checkpoint in {run_dir} is kept", code=1)
         rate = step * args.num_seeds / progress.seconds()
-        progress.update(step * args.num_seeds, rate, stats["charts/episodic_return"])
+        progress.update(step * args.num_seeds, rate, states)
         if last or iteration % log_every == 0:
-            log(writers, step, stats | {"charts/SPS": np.full(args.num_seeds, rate)})
+            log(writers, step, rate, states, stats)
         if last or signals or step - saved_step >= args.checkpoint_every:
             save_checkpoint(run_dir, states, progress.seconds(), writers, args)
             saved_step = step
@@ -541,7 +522,8 @@ def train(args: RunArgs) -> Path:
     count, mean = int(jnp.isfinite(returns).sum()), float(jnp.nanmean(returns))
     error = float(jnp.nanstd(returns, ddof=1)) / math.sqrt(max(count, 1))
     result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error)
-    (run_dir / "results.json").write_text(json.dumps(result | dict(steps=total, seconds=progress.seconds())))
+    result |= dict(steps=total, seconds=progress.seconds(), args=asdict(args))
+    (run_dir / "results.json").write_text(json.dumps(result, default=str))
     interval = f"68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
     print(f"{run_dir}: mean return of {count} seeds {mean:.2f}, standard error {error:.2f}, {interval}")
     return run_dir
