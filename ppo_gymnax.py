@@ -1,0 +1,533 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "gymnax==1.0.1",
+#     "jax==0.10.2",
+#     "numpy==2.4.6",
+#     "optax==0.2.8",
+#     "six==1.17.0",
+#     "tensorboard==2.21.0",
+#     "tqdm==4.70.1",
+#     "tyro==1.0.16",
+#     "wandb==0.31.0",
+# ]
+# ///
+"""PPO in JAX: many seeds in one call, on the tasks of Gymnax and Brax, with discrete or continuous actions.
+
+Several epochs on the same rollout, while the probability ratio stays close to 1:
+
+    J = E[ min(rho h(s, a), clip(rho, 1 - eps, 1 + eps) h(s, a)) ],   rho = pi(a | s, theta) / pi(a | s, theta_old)
+
+    python ppo_gymnax.py --env-id CartPole-v1 --num-seeds 20
+
+Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Gymnax
+Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and spectral norm are off.
+"""
+
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import namedtuple
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+# One thread: matrices of this size gain nothing from more. More cores are more processes, each with its own seeds.
+os.environ.setdefault("PJRT_NPROC", "1")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jax"))  # compile once for all runs
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from gymnax.environments.spaces import Box, Discrete
+from jax import random
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer import event_file_writer
+from tqdm import tqdm
+
+
+@dataclass
+class Args:  # defaults for Classic Control, and for tasks in no family of the paper's
+    env_id: str = "CartPole-v1"  # Gymnax id, or brax/<name>; decides the defaults of what follows
+    seed: int = 1  # first seed of the environments, the initial weights and all sampling
+    num_seeds: int = 1  # number of seeds trained at once: seed, seed + 1, ...
+    total_timesteps: int = 500_000  # environment steps to train each seed for, over all environments
+    num_envs: int = 8  # number of parallel environments
+    num_steps: int = 8  # steps per environment in a rollout
+    learning_rate: float = 1e-3  # learning rate of the optimizer
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0 over total_timesteps
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.54  # lambda of generalized advantage estimation
+    num_minibatches: int = 8  # minibatches per epoch
+    update_epochs: int = 3  # passes over each rollout
+    max_grad_norm: float = 3.4  # gradients are clipped to this norm
+    clip_coef: float = 0.2  # epsilon: how far the probability ratio, and the value, may move from the old one
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
+    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    width: int = 64  # units in each of the two hidden layers
+    activation: Literal["tanh", "relu"] = "tanh"  # activation of the hidden layers
+    dropout_rate: float = 0.0  # p, probability of dropping a hidden unit; above 0 it sets the weight decay too
+    spectral_norm: bool = False  # divide the hidden layers by their spectral norm
+    norm_obs: bool = False  # normalize observations by their running mean and variance
+    norm_reward: bool = False  # divide rewards by the running standard deviation of the discounted return
+    bootstrap_truncated: bool = False  # bootstrap from v(final observation) at a time limit; the authors' code does not
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+# What the paper's tables change for its two other families of tasks.
+MINATAR = dict(total_timesteps=10_000_000, num_envs=128, num_steps=64, learning_rate=9e-4, gae_lambda=0.70)
+MINATAR |= dict(num_minibatches=8, update_epochs=10, max_grad_norm=1.9, width=512, activation="relu")
+BRAX = dict(total_timesteps=50_000_000, num_envs=2048, num_steps=10, learning_rate=4.5e-4, gae_lambda=0.714)
+BRAX |= dict(num_minibatches=32, update_epochs=3, max_grad_norm=3.3, width=512, activation="relu")
+BRAX |= dict(ent_coef=0.0, norm_obs=True, norm_reward=True)
+
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")  # a rollout with one row per step
+
+
+# -------------------------------------------------------------------------------------------------------- networks
+def init_layers(key, *sizes, out_gain):
+    """(weight, bias) of two hidden layers and the output."""
+    gains, keys = (math.sqrt(2), math.sqrt(2), out_gain), random.split(key, 3)
+    weights = [jax.nn.initializers.orthogonal(gains[i])(keys[i], sizes[i : i + 2]) for i in range(3)]
+    return [(weight, jnp.zeros(weight.shape[1])) for weight in weights]
+
+
+def power_iteration(params):
+    """Moves each v towards where sigma = |Wv| is the spectral norm of its layer (Miyato et al., 2018)."""
+    vectors = {name: [w.T @ (w @ v) for (w, _), v in zip(params[name], vs)] for name, vs in params["vectors"].items()}
+    return params | dict(vectors=jax.tree.map(lambda v: v / jnp.linalg.norm(v), vectors))
+
+
+def normalized(params, name):
+    """The layers of actor or critic, hidden ones divided by their sigma. Without spectral norm there are no vectors."""
+    layers, vectors = params[name], jax.lax.stop_gradient(params["vectors"][name])
+    return [(w / jnp.linalg.norm(w @ v), b) for (w, b), v in zip(layers, vectors)] + layers[len(vectors) :]
+
+
+def sample_masks(key, *shape, p):
+    """Samples of the dropout posterior: 0 with probability p, else 1 / (1 - p), so that the mean is 1."""
+    return random.bernoulli(key, 1 - p, shape) / (1 - p) if p else jnp.ones((shape[0], 1))
+
+
+def forward(layers, x, masks, args):
+    """`masks` has one for each hidden layer. All rows of a batch share it in an update: one sample of the weights."""
+    *hidden, (weight_out, bias_out) = layers
+    for (weight, bias), mask in zip(hidden, masks):
+        x = dict(tanh=jnp.tanh, relu=jax.nn.relu)[args.activation](x @ weight + bias) * mask
+    return x @ weight_out + bias_out
+
+
+def logprobs_and_entropy(outputs, log_std, actions):
+    """Of a Gaussian policy or, without log_std, of a softmax over discrete actions."""
+    if log_std is None:
+        logits = jax.nn.log_softmax(outputs)
+        logprobs = (logits * jax.nn.one_hot(actions, outputs.shape[-1])).sum(-1)
+        return logprobs, -(jnp.exp(logits) * logits).sum(-1)
+    logprobs = jax.scipy.stats.norm.logpdf(actions, outputs, jnp.exp(log_std)).sum(-1)
+    return logprobs, (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+
+
+# -------------------------------------------------------------------------------------------------------- learning
+def update_stats(stats, x):
+    """Count, mean and variance of all rows so far, with those of x."""
+    count, mean, var = stats
+    share, delta = len(x) / (count + len(x)), x.mean(0) - mean
+    return count + len(x), mean + share * delta, (1 - share) * (var + share * delta**2) + share * x.var(0)
+
+
+def normalize(x, mean, var):
+    return ((x - mean) / jnp.sqrt(var + 1e-8)).clip(-10.0, 10.0)
+
+
+def collect_rollout(params, envs, key, env, args):
+    """Lines 2 to 8: act for num_steps. Every step of every environment samples its own actor weights."""
+    actor, log_std = normalized(params, "actor"), params["log_std"]
+
+    def step(old, key):
+        key_masks, key_action, key_envs = random.split(key, 3)
+        obs, obs_stats, return_stats = old["obs"], old["obs_stats"], old["return_stats"]
+        if args.norm_obs:
+            obs_stats = update_stats(obs_stats, obs)
+            obs = normalize(obs, *obs_stats[1:])
+        masks = sample_masks(key_masks, 2, args.num_envs, args.width, p=args.dropout_rate)  # line 5
+        outputs = forward(actor, obs, masks, args)
+        if log_std is None:
+            actions = random.categorical(key_action, outputs)  # line 6
+        else:
+            actions = outputs + jnp.exp(log_std) * random.normal(key_action, outputs.shape)
+        logprobs, _ = logprobs_and_entropy(outputs, log_std, actions)
+        keys = random.split(key_envs, args.num_envs)
+        raw, state, rewards, terminated, truncated, info = jax.vmap(env.step)(keys, old["state"], actions)  # line 7
+        ends, next_obs = terminated | truncated, info["final_observation"].reshape(args.num_envs, -1)
+        returns, lengths, discounted = old["tally"]
+        tally = jnp.stack([returns + rewards, lengths + 1, args.gamma * discounted + rewards])
+        if args.norm_obs:
+            next_obs = normalize(next_obs, *obs_stats[1:])
+        if args.norm_reward:
+            return_stats = update_stats(return_stats, tally[2])
+            rewards = normalize(rewards, 0.0, return_stats[2])
+        envs = dict(state=state, obs=raw.reshape(args.num_envs, -1), obs_stats=obs_stats, return_stats=return_stats)
+        envs |= dict(tally=jnp.where(ends, 0.0, tally), ended=jnp.where(ends, tally, old["ended"]))
+        return envs, (obs, actions, logprobs, rewards, terminated, truncated, next_obs)  # line 8
+
+    return jax.lax.scan(step, envs, random.split(key, args.num_steps))
+
+
+def gae(rewards, values, next_values, ends, gamma, gae_lambda):
+    """Generalized advantage estimation; `next_values` is 0 after a terminal step, and no sum crosses an end."""
+    xs = (rewards + gamma * next_values - values, gamma * gae_lambda * ~ends)
+    return jax.lax.scan(lambda after, x: (x[0] + x[1] * after,) * 2, jnp.zeros_like(values[0]), xs, reverse=True)[1]
+
+
+def compute_advantages(params, rollout, key, args) -> Batch:
+    """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update."""
+    obs, actions, logprobs, rewards, terminated, truncated, next_obs = rollout
+    critic, ends = normalized(params, "critic"), terminated | truncated
+    masks = sample_masks(key, 2, args.width, p=args.dropout_rate)
+    values = forward(critic, obs, masks, args)[..., 0]
+    if args.bootstrap_truncated:
+        next_values = jnp.where(terminated, 0.0, forward(critic, next_obs, masks, args)[..., 0])
+    else:
+        last_values = forward(critic, next_obs[-1:], masks, args)[..., 0]
+        next_values = jnp.where(ends, 0.0, jnp.concatenate([values[1:], last_values]))
+    advantages = gae(rewards, values, next_values, ends, args.gamma, args.gae_lambda)
+    columns = (obs, actions, logprobs, advantages, advantages + values, values)
+    return Batch(*(x.reshape(args.batch_size, *x.shape[2:]) for x in columns))
+
+
+def loss_function(params, minibatch: Batch, masks, args):
+    """The clipped surrogate for the actor, the clipped squared error for the critic, each under its own sample."""
+    outputs = forward(normalized(params, "actor"), minibatch.obs, masks[:2], args)
+    values = forward(normalized(params, "critic"), minibatch.obs, masks[2:], args)[:, 0]
+    logprobs, entropy = logprobs_and_entropy(outputs, params["log_std"], minibatch.actions)
+    logratio = logprobs - minibatch.logprobs
+    advantages = (minibatch.advantages - minibatch.advantages.mean()) / (minibatch.advantages.std() + 1e-8)
+    ratio, clip = jnp.exp(logratio), args.clip_coef
+    policy_loss = -jnp.minimum(ratio * advantages, ratio.clip(1 - clip, 1 + clip) * advantages).mean()
+    clipped = minibatch.values + (values - minibatch.values).clip(-clip, clip)
+    value_loss = 0.5 * jnp.maximum((values - minibatch.returns) ** 2, (clipped - minibatch.returns) ** 2).mean()
+    stats = dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy.mean())
+    stats["approx_kl"] = (ratio - 1 - logratio).mean()
+    stats["clipfrac"] = (jnp.abs(ratio - 1) > clip).mean()
+    return policy_loss + args.vf_coef * value_loss - args.ent_coef * stats["entropy"], stats
+
+
+def make_optimizer(args):
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size) if args.dropout_rate else 0.0  # line 10
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adamw(1.0, eps=1e-5, weight_decay=decay))
+
+
+def init(seed, env, args) -> dict:
+    """All there is to the training of one seed, as a pytree."""
+    key, key_envs, key_actor, key_critic = random.split(random.PRNGKey(seed), 4)
+    obs, env_state = jax.vmap(env.reset)(random.split(key_envs, args.num_envs))
+    obs, space = obs.reshape(args.num_envs, -1), env.action_space(env.default_params)
+    action_dim = space.n if isinstance(space, Discrete) else space.shape[0]
+    sizes, zeros = (obs.shape[1], args.width, args.width), jnp.zeros(obs.shape[1])
+    envs = dict(state=env_state, obs=obs, obs_stats=(0.0, zeros, zeros), return_stats=(0.0, 0.0, 0.0))
+    # Return, length and discounted return of the episodes in progress, and of the last that ended: NaN if none has.
+    envs |= dict(tally=jnp.zeros((3, args.num_envs)), ended=jnp.full((3, args.num_envs), jnp.nan))
+    params = dict(log_std=None if isinstance(space, Discrete) else jnp.zeros(action_dim))
+    params["actor"] = init_layers(key_actor, *sizes, action_dim, out_gain=0.01)
+    params["critic"] = init_layers(key_critic, *sizes, 1, out_gain=1.0)
+    vectors = [jnp.ones(args.width)] * 2 if args.spectral_norm else []
+    params["vectors"] = dict(actor=vectors, critic=vectors)
+    return dict(iteration=0, key=key, envs=envs, params=params, opt_state=make_optimizer(args).init(params))
+
+
+def update(state, env, args):
+    """An iteration of Algorithm 1. Returns the next state and statistics."""
+    key, key_rollout, key_critic, key_orders, key_masks = random.split(state["key"], 5)
+    params = state["params"]
+    if args.spectral_norm:  # to convergence: the layers that act have a spectral norm of 1
+        params = jax.lax.fori_loop(0, 100, lambda _, x: power_iteration(x), params)
+    envs, rollout = collect_rollout(params, state["envs"], key_rollout, env, args)
+    batch = compute_advantages(params, rollout, key_critic, args)
+    lr = args.learning_rate * (1 - state["iteration"] / args.num_iterations if args.anneal_lr else 1)
+
+    def step(carry, x):
+        (params, opt_state), (rows, key) = carry, x
+        params = power_iteration(params)
+        masks = sample_masks(key, 4, args.width, p=args.dropout_rate)  # lines 14 and 16
+        minibatch = Batch(*(column[rows] for column in batch))
+        grads, stats = jax.grad(loss_function, has_aux=True)(params, minibatch, masks, args)
+        updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
+        params = jax.tree.map(lambda x, update: x + lr * update, params, updates)
+        return (params, opt_state), stats | dict(grad_norm=optax.tree.norm(grads))
+
+    # A random order per epoch. Indices in the low bits of random numbers sort five times faster than pairs of the two.
+    bits, shape = args.batch_size.bit_length(), (args.update_epochs, args.batch_size)
+    orders = jnp.sort(random.bits(key_orders, shape) << bits | jnp.arange(args.batch_size, dtype=jnp.uint32))
+    orders = (orders % 2**bits).reshape(args.update_epochs * args.num_minibatches, -1)
+    xs = (orders, random.split(key_masks, len(orders)))
+    (params, opt_state), stats = jax.lax.scan(step, (params, state["opt_state"]), xs)
+    stats = {name: x.mean() for name, x in stats.items()} | dict(learning_rate=lr)
+    stats["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
+    return dict(iteration=state["iteration"] + 1, key=key, envs=envs, params=params, opt_state=opt_state), stats
+
+
+def learn(states, count, env, args):
+    """The training loop: `count` iterations of all seeds at once. Returns the states and the last statistics."""
+    updates = jax.vmap(partial(update, env=env, args=args))
+    stats = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(updates, states)[1])
+    return jax.lax.fori_loop(0, count, lambda _, x: updates(x[0]), (states, stats))
+
+
+# ================================================================================================================
+# That was the algorithm. What follows keeps a run alive and decides nothing about what is learned.
+# ================================================================================================================
+
+
+@dataclass
+class RunArgs(Args):
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    checkpoint_every: int = 100_000  # steps of a seed between checkpoints; SIGTERM and Ctrl-C leave one as well
+    resume: Path | None = None  # continue the run in this folder; --total-timesteps extends it
+    track: bool = False  # track the run with Weights & Biases
+    wandb_project_name: str = "vsop"  # W&B project
+    wandb_entity: str | None = None  # W&B user or team
+
+
+def fail(message: str, code: int = 2):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def check_args(args: RunArgs):
+    for name, x in asdict(args).items():
+        low = 1 if type(x) is int and name != "seed" else 0
+        high = 1 if name in ("gamma", "gae_lambda", "dropout_rate") else 2**62
+        if type(x) in (int, float) and not low <= x <= high:
+            fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
+    if args.seed + args.num_seeds > 2**31 or args.dropout_rate == 1:
+        fail("seeds must be below 2^31, and --dropout-rate below 1")
+    if args.batch_size % args.num_minibatches:
+        fail(f"a rollout of {args.batch_size} steps cannot be split into {args.num_minibatches} equal minibatches")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
+
+
+class BraxEnv:
+    """A task of Brax behind the interface of Gymnax. A reset costs as much as many steps: as in Brax's own training, an
+    environment starts all its episodes alike."""
+
+    def __init__(self, name):
+        with redirect_stdout(None):  # it prints which optional packages it lacks
+            from brax import envs
+        self.env, self.default_params = envs.create(name, auto_reset=False), None  # with a time limit of 1,000 steps
+
+    def action_space(self, params):
+        return Box(-1.0, 1.0, (self.env.action_size,))
+
+    def reset(self, key):
+        state = self.env.reset(key)
+        return state.obs, (state, state)
+
+    def step(self, key, states, action):
+        first, state = states[0], self.env.step(states[1], action.clip(-1.0, 1.0))
+        truncated = state.info["truncation"] > 0
+        then = jax.tree.map(lambda x, y: jnp.where(state.done, x, y), first, state)
+        info = dict(final_observation=state.obs)
+        return then.obs, (first, then), state.reward, (state.done > 0) & ~truncated, truncated, info
+
+
+def make_env(env_id: str):
+    """Exits with one line if this script cannot train on the task."""
+    try:
+        env = BraxEnv(env_id.removeprefix("brax/")) if env_id.startswith("brax/") else gymnax.make(env_id)[0]
+        space = env.action_space(env.default_params)
+    except Exception as error:  # a task may raise anything
+        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    if not isinstance(space, Discrete) and not (isinstance(space, Box) and len(space.shape) == 1):
+        fail(f"{env_id} has actions {space}, this script needs Discrete ones or a Box with one dimension")
+    return env
+
+
+def leaf_name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def write(path: Path, tree, args: RunArgs, **meta):
+    """The arrays of a tree by name, and the rest as JSON. Atomic: an interruption leaves the previous file."""
+    meta |= dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None))
+    arrays = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    with open(path.with_suffix(".part"), "wb") as file:
+        np.savez(file, meta=json.dumps(meta), **arrays)
+    path.with_suffix(".part").replace(path)
+
+
+def save_policy(path: Path, state: dict, args: RunArgs):
+    """Everything needed to act: the actor with the spectral norm folded in, and the scaling of observations."""
+    params, (_, mean, var) = state["params"], state["envs"]["obs_stats"]
+    policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
+    write(path, policy | (dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8)) if args.norm_obs else {}), args)
+
+
+def save_checkpoint(run_dir: Path, states: dict, seconds: float, writers: list, args: RunArgs):
+    """Everything needed to continue as if nothing had happened, and the policies."""
+    states = jax.device_get(states)
+    for i, writer in enumerate(writers):
+        writer.flush()
+        save_policy(run_dir / f"seed_{args.seed + i}" / "policy.npz", jax.tree.map(itemgetter(i), states), args)
+    events = {str(path.relative_to(run_dir)): path.stat().st_size for path in run_dir.glob("*/events.*")}
+    write(run_dir / "checkpoint.npz", states, args, seconds=seconds, events=events)
+
+
+def load_checkpoint(run_dir: Path):
+    path, script = run_dir / "checkpoint.npz", Path(__file__).stem
+    try:
+        arrays = dict(np.load(path, allow_pickle=False))
+        meta = json.loads(str(arrays.pop("meta")))
+        if meta["script"] == script and meta["args"].keys() == asdict(RunArgs()).keys():
+            return meta, arrays
+    except Exception as error:  # a file that is not a checkpoint may raise anything
+        fail(f"{path} is not a checkpoint, or is damaged ({type(error).__name__})")
+    fail(f"{path} was written by {meta['script']}.py or by another version of {script}.py")
+
+
+def open_run(args: RunArgs):
+    """The run's folder, new or resumed, and the lock that keeps a second process out for as long as this one lives."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
+    run_dir = args.resume or Path("runs", name.replace("/", "-"))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        fail(f"cannot train in {run_dir}: {error.strerror}")
+    return run_dir, lock
+
+
+def parse_args() -> RunArgs:
+    """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
+    first, _ = tyro.cli(RunArgs, add_help=False, return_unknown_args=True)
+    family = MINATAR if first.env_id.endswith("-MinAtar") else BRAX if first.env_id.startswith("brax/") else {}
+    saved = load_checkpoint(first.resume)[0]["args"] if first.resume else dict(env_id=first.env_id) | family
+    args = tyro.cli(RunArgs, default=RunArgs(**saved))
+    for name in asdict(Args()).keys() - {"total_timesteps"} if args.resume else ():
+        if getattr(args, name) != saved[name]:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} contradicts {args.resume}, which has {saved[name]}")
+    check_args(args)
+    return args
+
+
+class Progress:
+    """A progress bar on a terminal, otherwise a line every half minute. It counts the steps of all seeds."""
+
+    def __init__(self, total: int, step: int, seconds: float):
+        self.start, self.next_line = time.time() - seconds, time.time() + 30
+        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, disable=not sys.stdout.isatty())
+
+    def seconds(self) -> float:
+        return time.time() - self.start
+
+    def update(self, step: int, rate: float, states: dict):
+        mean = float(jnp.nanmean(states["envs"]["ended"][:, 0]))
+        self.bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and time.time() > self.next_line:
+            left = tqdm.format_interval((self.bar.total - step) / rate)
+            print(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  return {mean:.2f}  {left} left", flush=True)
+            self.next_line = time.time() + 30
+
+
+def log(writers: list, step: int, rate: float, states: dict, stats: dict):
+    """To the TensorBoard file of each seed, except what is not known yet."""
+    returns, lengths, _ = jnp.nanmean(states["envs"]["ended"], 2).T
+    charts = dict(episodic_return=returns, episodic_length=lengths, learning_rate=stats.pop("learning_rate"))
+    rows = {f"charts/{name}": np.asarray(x) for name, x in charts.items()}
+    rows |= {f"losses/{name}": x for name, x in stats.items()} | {"charts/SPS": np.full(len(writers), rate)}
+    for i, writer in enumerate(writers):
+        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in rows.items() if np.isfinite(x[i])]
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+
+def train(args: RunArgs) -> Path:
+    env = make_env(args.env_id)
+    run_dir, _lock = open_run(args)
+    seeds, log_every = np.arange(args.seed, args.seed + args.num_seeds), max(1, args.num_iterations // 100)
+    states = jax.tree.map(np.asarray, jax.jit(jax.vmap(partial(init, env=env, args=args)))(seeds))
+    saved = dict(seconds=0.0)
+    if args.resume:
+        saved, arrays = load_checkpoint(run_dir)
+        states = jax.tree_util.tree_map_with_path(lambda path, x: arrays[leaf_name(path)], states)
+        for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
+            os.truncate(path, saved["events"].get(str(path.relative_to(run_dir)), 0))
+    saved_step = int(states["iteration"][0]) * args.batch_size
+    if args.num_iterations * args.batch_size < saved_step:
+        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {saved_step}")
+    if args.track:
+        import wandb
+
+        where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
+        wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
+    writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
+    print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
+    if not args.resume:
+        save_checkpoint(run_dir, states, 0.0, writers, args)
+    signals = []  # received signals, handled after the current chunk; a second one exits immediately
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    total = args.num_iterations * args.batch_size * args.num_seeds
+    progress = Progress(total, saved_step * args.num_seeds, saved["seconds"])
+    chunk = jax.jit(partial(learn, env=env, args=args), donate_argnums=0)
+    iteration, count = int(states["iteration"][0]), 1
+    while iteration < args.num_iterations:
+        start, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
+        states, stats = chunk(states, count)
+        stats, iteration = jax.device_get(stats), iteration + count
+        count = max(1, count // 2) if time.time() - start > 1 else 2 * count  # chunks of about a second
+        step, last = iteration * args.batch_size, iteration == args.num_iterations
+        if not np.isfinite(stats["grad_norm"]).all():
+            fail(f"a loss is not finite at step {step}; the last checkpoint in {run_dir} is kept", code=1)
+        rate = step * args.num_seeds / progress.seconds()
+        progress.update(step * args.num_seeds, rate, states)
+        if last or iteration % log_every == 0:
+            log(writers, step, rate, states, stats)
+        if last or signals or step - saved_step >= args.checkpoint_every:
+            save_checkpoint(run_dir, states, progress.seconds(), writers, args)
+            saved_step = step
+        if signals:
+            print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
+            sys.exit(128 + signals[0])
+    progress.bar.close()
+    for writer in writers:
+        writer.close()
+    if args.track:
+        wandb.finish()
+    returns = jnp.nanmean(states["envs"]["ended"][:, 0], 1)  # of each environment the last episode, as in the paper
+    count, mean = int(jnp.isfinite(returns).sum()), float(jnp.nanmean(returns))
+    error = float(jnp.nanstd(returns, ddof=1)) / math.sqrt(max(count, 1))
+    result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error)
+    result |= dict(steps=total, seconds=progress.seconds(), args=asdict(args))
+    (run_dir / "results.json").write_text(json.dumps(result, default=str))
+    interval = f"68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
+    print(f"{run_dir}: mean return of {count} seeds {mean:.2f}, standard error {error:.2f}, {interval}")
+    return run_dir
+
+
+if __name__ == "__main__":
+    train(parse_args())
