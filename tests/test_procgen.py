@@ -363,7 +363,7 @@ def play(*options):
 
 @pytest.mark.parametrize("name", ["vsop_procgen", pytest.param("ppo_procgen", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_resumes(name, tmp_path):
-    options = (*TINY, "--num-steps", "32", "--total-timesteps", "100000", "--env-id", "bossfight")
+    options = (*TINY, *"--num-steps 32 --total-timesteps 100000 --checkpoint-every 1024 --env-id bossfight".split())
     command = [sys.executable, str(ROOT / f"{name}.py"), *options]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("runs/*/policy.pt")) and process.poll() is None:
