@@ -473,8 +473,12 @@ def write(path: Path, content: dict):
     """Atomic: an interruption or a full disk leaves the previous file."""
     buffer, part = io.BytesIO(), path.with_suffix(".part")
     torch.save(content, buffer)
-    part.write_bytes(buffer.getbuffer())
-    part.replace(path)
+    try:
+        part.write_bytes(buffer.getbuffer())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def save_policy(path: Path, agent: Agent, args: RunArgs):

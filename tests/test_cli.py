@@ -194,6 +194,7 @@ def test_rmpg_refuses_unbounded_actions(tmp_path):
     assert done.stderr.startswith("error: unbounded:Unbounded-v0") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow  # a tracked run is resumed by default in test_checkpoints.py
 def test_wandb_offline(tmp_path):
     options = ("--track", "--wandb-project-name", "some-project", "--env-id", "Pendulum-v1")
     done = run("vsop_continuous", *TINY, *options, cwd=tmp_path, WANDB_MODE="offline")

@@ -33,6 +33,7 @@ def test_marks_are_2048_steps_apart():
     assert [mark[0] for mark in windows.marks] == [0, 2050, 4100, 6150, 8200]
 
 
+@pytest.mark.slow
 def test_measures_a_script_and_prints_its_row():
     settings = dict(num_steps=2048, num_minibatches=1, update_epochs=1, compile=False)
     row = speed.in_a_process(speed.measure_script, "ppo_continuous", "Pendulum-v1", settings, 2)
