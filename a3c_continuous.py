@@ -641,7 +641,8 @@ def compiled(function, device: torch.device):
         except Exception as error:  # the compiler and its caches may raise anything
             if current is function:
                 raise
-            print(f"compilation failed, continuing uncompiled, at half the speed: {first_line(error)}", file=sys.stderr)
+            reason = first_line(error.__cause__ or error)
+            print(f"compilation failed, continuing uncompiled, at half the speed: {reason}", file=sys.stderr)
             current = function
             return current(*inputs)
 
