@@ -19,7 +19,7 @@ def final_return(name, folder, *options):
 
 def test_vsop_learns_and_its_policy_travels(tmp_path):
     """An untrained policy balances the pole for 8 steps; four seeds of this run reached 309 to 320, and seed 1 without
-    compilation 196. The last ten episodes had 940 to 1000 of 1000 steps, and so must the policy that it saves."""
+    compilation 196. The last ten episodes had 940 to 1000 of 1000 steps (315 without), and the policy that it saves is no worse."""
     options = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", 40_960)
     assert final_return("vsop_continuous", tmp_path, *options) > 100
     last = np.mean([value for _, value in scalars(tmp_path)[0]["charts/episodic_return"][-10:]])
@@ -29,7 +29,7 @@ def test_vsop_learns_and_its_policy_travels(tmp_path):
         command = [sys.executable, ROOT / "enjoy.py", policy, "--episodes", "10", way]
         done = subprocess.run(command, capture_output=True, text=True)
         found = float(re.search(r"mean ([\d.]+), standard", done.stdout)[1])
-        assert found == pytest.approx(last, rel=0.3), way
+        assert found > 0.7 * last, way
 
 
 # After 100,000 steps one seed of each had the return in the comment.
