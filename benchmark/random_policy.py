@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 
-from common import RESULTS, ROOT, TASKS
+from common import RESULTS, ROOT, TASKS, Parser
 
 # isort: split
 import gymnasium as gym
@@ -47,6 +47,7 @@ def random_game_returns(game: str, episodes: int, seed: int = 0) -> list:
 
 
 def main():
+    Parser(__doc__).parse_args()
     warnings.filterwarnings("ignore", message=".*is out of date.*")
     mujoco.set_mju_user_warning(lambda message: None)
     scores = {}

@@ -66,8 +66,7 @@ def refused(monkeypatch, capsys, name, *options) -> str:
 
 def cli_args(name):
     """The dataclass of all flags of a script."""
-    script = load(name)
-    return getattr(script, "RunArgs", None) or script.Args
+    return load(name).RunArgs
 
 
 def alive(folder) -> list:

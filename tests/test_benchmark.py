@@ -368,3 +368,9 @@ def test_the_committed_page_has_the_numbers_of_the_committed_table(name, tmp_pat
     report.main(SimpleNamespace(experiment=name, folder=tmp_path, committed=False))
     found = numbers_of(tmp_path / "report" / name / "README.md")
     assert found == numbers_of(committed / "README.md")[: len(found)] and len(found) > 2
+
+
+def test_help_of_the_random_policy_measures_nothing():
+    command = [sys.executable, str(ROOT / "benchmark" / "random_policy.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "random_policy.py" in done.stdout and "Ant-v4" not in done.stdout
