@@ -24,9 +24,6 @@ It trains on 200 levels of a game and is tested alongside on levels that it has 
 
 Schulman et al., "Proximal Policy Optimization Algorithms" (2017), with the settings of the paper "ReLU to the Rescue:
 Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Implementation Details".
-
-The file is read from top to bottom: settings, environment, networks, rollout, advantages, loss, loop. What is below
-the loop only keeps a run alive: argument checks, checkpoints, logging, the command line.
 """
 
 import ctypes
@@ -40,12 +37,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import zipfile
-from collections import deque
+from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 try:
     import numpy as np
@@ -98,8 +96,6 @@ class Args:
 
 
 # ----------------------------------------------------------------------------------------------------- environment
-
-
 class RunningStats:
     """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
@@ -167,8 +163,6 @@ class Envs:
 
 
 # -------------------------------------------------------------------------------------------------------- networks
-
-
 def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -228,20 +222,12 @@ def infer(agent: Agent, frames: torch.Tensor, args: Args):
 
 
 # -------------------------------------------------------------------------------------------------------- learning
+# Arrays of shape (num_steps, num_envs, ...). `last_obs` is what the rollout ended on, `final_obs` has the observations
+# that a time limit cut off, by step and environment.
+Rollout = namedtuple("Rollout", "obs actions logprobs rewards last_obs final_obs terminated truncated")
 
-
-class Rollout(NamedTuple):
-    """Arrays of shape (num_steps, num_envs, ...). `last_obs` is what the rollout ended on, `final_obs` has the
-    observations that a time limit cut off, by step and environment."""
-
-    obs: torch.Tensor
-    actions: np.ndarray
-    logprobs: np.ndarray
-    rewards: np.ndarray
-    last_obs: np.ndarray
-    final_obs: dict
-    terminated: np.ndarray
-    truncated: np.ndarray
+# A rollout or a minibatch of it, as tensors with one row per step.
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values next_values")
 
 
 @torch.no_grad()
@@ -279,18 +265,6 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     for t in reversed(range(len(deltas))):
         advantage = advantages[t] = deltas[t] + decays[t] * advantage
     return advantages
-
-
-class Batch(NamedTuple):
-    """A rollout, or a minibatch of it, as tensors with one row per step."""
-
-    obs: torch.Tensor
-    actions: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
-    values: torch.Tensor
-    next_values: torch.Tensor
 
 
 @torch.no_grad()
@@ -426,23 +400,17 @@ def first_line(error: BaseException) -> str:
 
 
 def check_args(args: RunArgs):
-    def check(valid, names, meaning):
-        for name in names.split():
-            if not valid(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(args, name)}")
-
-    check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs checkpoint_every", "at least 1")
-    check(lambda x: x >= 1, "num_levels", "at least 1")
-    check(lambda x: 0 <= x < 2**32, "seed", "in [0, 2^32)")
-    check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
-    check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
-    check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
+    limits = dict(seed=2**32 - 1, gamma=1, gae_lambda=1)
+    for name, x in asdict(args).items():
+        low, high = int(type(x) is int and name != "seed"), limits.get(name, math.inf)
+        if type(x) in (int, float) and not low <= x <= high:
+            fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
     if args.batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
     if args.num_iterations < 1:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
-    if not (args.cuda and torch.cuda.is_available()):
-        check(lambda x: not x, "compile mixed_precision", "off on CPU")
+    if not (args.cuda and torch.cuda.is_available()) and (args.compile or args.mixed_precision):
+        fail("--compile and --mixed-precision need --cuda and a GPU")
 
 
 def check_task(args: RunArgs):
@@ -471,14 +439,10 @@ def make_envs(args, num_levels, seed):
 
 def write(path: Path, content: dict):
     """Atomic: an interruption or a full disk leaves the previous file."""
-    buffer, part = io.BytesIO(), path.with_suffix(".part")
+    buffer = io.BytesIO()
     torch.save(content, buffer)
-    try:
-        part.write_bytes(buffer.getbuffer())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    path.with_suffix(".part").write_bytes(buffer.getbuffer())
+    path.with_suffix(".part").replace(path)
 
 
 def save_policy(path: Path, agent: Agent, args: RunArgs):
@@ -500,7 +464,6 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
     state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
     state |= dict(stats=stats, seconds=progress.seconds())
     state |= dict(returns=list(progress.returns), test_returns=list(progress.test_returns))
-    state |= dict(events={path.name: path.stat().st_size for path in run_dir.glob("events.*")})
     if torch.cuda.is_available():
         state["random_cuda"] = torch.cuda.get_rng_state_all()
     write(run_dir / "checkpoint.pt", state)
@@ -508,8 +471,6 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
 
 def load_checkpoint(run_dir: Path) -> dict:
     path, script = run_dir / "checkpoint.pt", Path(__file__).stem
-    if not path.is_file():
-        fail(f"--resume: there is no {path}")
     try:
         if zipfile.ZipFile(path).testzip():  # torch does not look at the checksums
             raise ValueError("a checksum is wrong")
@@ -522,7 +483,7 @@ def load_checkpoint(run_dir: Path) -> dict:
     return state
 
 
-def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs, test_envs: Envs):
+def restore(state: dict, agent: Agent, optimizer, envs: Envs, test_envs: Envs):
     """The episodes in progress start again: a game cannot be put back into the middle of one."""
     agent.load_state_dict(state["agent"])
     optimizer.load_state_dict(state["optimizer"])
@@ -532,11 +493,6 @@ def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs, tes
     if "random_cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random_cuda"])
     torch.set_rng_state(state["random"])
-    for path in run_dir.glob("events.*"):  # what was logged after the checkpoint will be logged again
-        if path.name in state["events"]:
-            os.truncate(path, state["events"][path.name])
-        else:
-            path.unlink()
 
 
 class Progress:
@@ -596,10 +552,9 @@ def compiled(function, device: torch.device):
         except Exception as error:  # the compiler and its caches may raise anything
             if current is function:
                 raise
-            reason = first_line(error.__cause__ or error)
-            print(f"compilation failed, continuing uncompiled, at half the speed: {reason}", file=sys.stderr)
+            print(f"continuing uncompiled, at half the speed: {first_line(error.__cause__ or error)}", file=sys.stderr)
             current = function
-            return current(*inputs)
+            return function(*inputs)
 
     return call
 
@@ -640,10 +595,13 @@ def train(args: RunArgs) -> Path:
     run_dir, _lock = open_run(args)
     try:
         run(args, run_dir)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:  # from `fail` or a signal
             raise
-        fail(f"cannot continue: {first_line(error)}; what {run_dir} has is kept", code=1)
+        # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
+        if not re.search("memory|allocate|space left|quota|too large|wandb", str(error)):
+            traceback.print_exception(error)
+        fail(f"{first_line(error)}; what {run_dir} has is kept", code=1)
     return run_dir
 
 
@@ -654,18 +612,13 @@ def run(args: RunArgs, run_dir: Path):
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     new = dict(iteration=0, step=0, seconds=0.0, returns=[], test_returns=[])
     saved = load_checkpoint(run_dir) if args.resume else new
-    if args.num_iterations < saved["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {saved['step']}")
-    if args.num_iterations == saved["iteration"]:
-        return say(f"{run_dir} is finished, nothing to do; --total-timesteps extends it")
+    if args.num_iterations <= saved["iteration"]:
+        return say(f"{run_dir} is already at step {saved['step']}, nothing to do; --total-timesteps extends it")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
-        try:
-            wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
-        except wandb.errors.Error as error:
-            fail(f"--track: {first_line(error)} (WANDB_MODE=offline needs no account)")
+        wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
     # With the same seeds a resumed run would play its first episodes once more.
     seeds = np.random.SeedSequence([args.seed, saved["iteration"]]).generate_state(2) >> 1
     envs = Envs(make_envs(args, args.num_levels, int(seeds[0])), args)
@@ -674,13 +627,13 @@ def run(args: RunArgs, run_dir: Path):
     optimizer = make_optimizer(agent, args)
     if args.resume:
         try:
-            restore(saved, run_dir, agent, optimizer, envs, test_envs)
+            restore(saved, agent, optimizer, envs, test_envs)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {first_line(error)}")
     say(f"{run_dir}: {args.env_id}, on {device}" + (", compiling in the first iteration" if args.compile else ""))
     counters = (saved[name] for name in ("step", "seconds", "returns", "test_returns"))
     progress = Progress(args.num_iterations * args.batch_size, *counters)
-    writer = SummaryWriter(str(run_dir))
+    writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
     if not args.resume:
         rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")

@@ -29,12 +29,8 @@ Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Ad
      7  s', r ~ p(s', r | s, a)                        13  v~ ~ q(v | v*, p)
      8  D = D + (s, a, r)                           14-15  theta ~ q; step on the clipped objective, decay by beta
                                                     16-17  v ~ q; step on the squared error, decay by beta
-
-The file is read from top to bottom: settings, environment, networks, rollout, advantages, loss, loop. What is below
-the loop only keeps a run alive: argument checks, checkpoints, logging, the command line.
 """
 
-import difflib
 import fcntl
 import io
 import math
@@ -47,10 +43,9 @@ import time
 import traceback
 import warnings
 import zipfile
-from collections import deque
+from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
 
 # Matrices of this size gain nothing from more threads, and runs side by side would fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,8 +102,6 @@ class Args:
 
 
 # ----------------------------------------------------------------------------------------------------- environment
-
-
 def make_env(args: Args, **options) -> gym.Env:
     env = gym.make(args.env_id, disable_env_checker=True, **args.env_kwargs, **options)
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
@@ -193,8 +186,6 @@ class Envs:
 
 
 # -------------------------------------------------------------------------------------------------------- networks
-
-
 def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -289,11 +280,8 @@ class Agent(nn.Module):
 
 
 def numpy_layers(network: MLP) -> list:
-    """(weight transposed, bias) of each layer in numpy, for `numpy_forward`. One copy from the device serves all."""
-    tensors = [x for layer in network.layers() for x in layer]
-    flat = torch.cat([x.flatten() for x in tensors]).cpu()
-    arrays = [part.view(x.shape).numpy().T for part, x in zip(flat.split([x.numel() for x in tensors]), tensors)]
-    return list(zip(arrays[::2], arrays[1::2]))
+    """(weight transposed, bias) of each layer in numpy, for `numpy_forward`."""
+    return [(weight.cpu().numpy().T, bias.cpu().numpy()) for weight, bias in network.layers()]
 
 
 def numpy_forward(layers, x, masks=(1.0, 1.0)):
@@ -305,18 +293,11 @@ def numpy_forward(layers, x, masks=(1.0, 1.0)):
 
 
 # -------------------------------------------------------------------------------------------------------- learning
+# Arrays of shape (num_steps, num_envs, ...). `next_obs` is where the step led, before any reset.
+Rollout = namedtuple("Rollout", "obs actions logprobs rewards next_obs terminated truncated")
 
-
-class Rollout(NamedTuple):
-    """Arrays of shape (num_steps, num_envs, ...). `next_obs` is where the step led, before any reset."""
-
-    obs: np.ndarray
-    actions: np.ndarray
-    logprobs: np.ndarray
-    rewards: np.ndarray
-    next_obs: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
+# A rollout or a minibatch of it, as tensors with one row per step. `masks` is a minibatch's sample of actor and critic.
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values next_values masks", defaults=[None])
 
 
 @torch.no_grad()
@@ -354,19 +335,6 @@ def gae(rewards, values, next_values, ends, gamma, gae_lambda):
     return advantages
 
 
-class Batch(NamedTuple):
-    """A rollout, or a minibatch of it, as tensors with one row per step."""
-
-    obs: torch.Tensor
-    actions: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
-    values: torch.Tensor
-    next_values: torch.Tensor
-    masks: torch.Tensor | None = None  # of a minibatch: one sample of actor and critic
-
-
 @torch.no_grad()
 def compute_advantages(agent: Agent, rollout: Rollout, args: Args, device: torch.device) -> Batch:
     """Lines 9 and 13: advantages and returns under one sample of the critic, taken before the update. Algorithm 1
@@ -374,10 +342,9 @@ def compute_advantages(agent: Agent, rollout: Rollout, args: Args, device: torch
     ends = rollout.terminated | rollout.truncated
     cut = ends.copy()  # rows whose next state is not the row that follows
     cut[-1] = True
-    obs = rollout.obs.reshape(args.batch_size, -1)
     masks = sample_masks(2, args.width, p=args.dropout_rate if args.thompson else 0.0).numpy()
-    states = np.concatenate([obs, rollout.next_obs[cut]])
-    values, cut_values = np.split(numpy_forward(numpy_layers(agent.critic), states, masks)[:, 0], [len(obs)])
+    states = np.concatenate([rollout.obs.reshape(args.batch_size, -1), rollout.next_obs[cut]])
+    values, cut_values = np.split(numpy_forward(numpy_layers(agent.critic), states, masks)[:, 0], [args.batch_size])
     values = values.reshape(rollout.rewards.shape)
     next_values = np.roll(values, -1, axis=0)
     next_values[cut] = cut_values
@@ -499,17 +466,11 @@ def first_line(error: BaseException) -> str:
 
 
 def check_args(args: RunArgs):
-    def check(valid, names, meaning):
-        for name in names.split():
-            if not valid(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} must be {meaning}, got {getattr(args, name)}")
-
-    check(lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs width checkpoint_every", "at least 1")
-    check(lambda x: 0 <= x < 2**32, "seed", "in [0, 2^32)")
-    check(lambda x: 0 < x < math.inf, "learning_rate max_grad_norm clip_coef", "positive")
-    check(lambda x: 0 <= x <= 1, "gamma gae_lambda", "in [0, 1]")
-    check(lambda x: 0 <= x < math.inf, "ent_coef vf_coef", "at least 0")
-    check(lambda x: 0 <= x < 1, "dropout_rate", "in [0, 1)")
+    limits = dict(seed=2**32 - 1, gamma=1, gae_lambda=1, dropout_rate=0.99)
+    for name, x in asdict(args).items():
+        low, high = int(type(x) is int and name != "seed"), limits.get(name, math.inf)
+        if type(x) in (int, float) and not low <= x <= high:
+            fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
     if args.batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
     if args.num_iterations < 1:
@@ -528,20 +489,14 @@ def check_task(args: RunArgs):
         if args.env_id.startswith("dm_control/"):
             import shimmy  # noqa: F401, registers the tasks
         env = make_env(args)
-    except gym.error.UnregisteredEnv:
-        near = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
-        fail(f"--env-id: unknown task {args.env_id!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        env.reset(seed=args.seed)
+        _, _, _, _, _ = env.step(env.action_space.sample())
     except (Exception, SystemExit) as error:  # third-party tasks may raise anything
-        fail(f"--env-id: cannot make {args.env_id}: {first_line(error)}")
-    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
-        fail(f"--env-id: {args.env_id} has actions {env.action_space}, this script needs a Box of floats")
-    if not isinstance(env.observation_space, gym.spaces.Box):
-        fail(f"--env-id: {args.env_id} has observations that cannot be flattened into a vector")
+        fail(f"--env-id: cannot use {args.env_id}: {first_line(error)}")
+    for what, space in (("actions", env.action_space), ("observations", env.observation_space)):
+        if not isinstance(space, gym.spaces.Box) or what == "actions" and space.dtype.kind != "f":
+            fail(f"--env-id: {args.env_id} has {what} {space}, this script needs a Box of floats")
     env.close()
-
-
-class TaskError(Exception):
-    """What a task raised, as its cause."""
 
 
 class Replayable(gym.Wrapper):
@@ -549,24 +504,15 @@ class Replayable(gym.Wrapper):
     state alone is not exact for all tasks."""
 
     def reset(self, *, seed=None, options=None):
-        generator = getattr(
-            self.unwrapped.np_random, "bit_generator", None
-        )  # dm_control has an older kind of generator
+        generator = getattr(self.unwrapped.np_random, "bit_generator", None)  # dm_control has an older kind
         self.start = seed if seed is not None or generator is None else generator.state
         self.actions = []
-        return self.call(2, self.env.reset, seed=seed)
+        self.raw, info = self.env.reset(seed=seed)
+        return self.raw, info
 
     def step(self, action):
         self.actions.append(action)
-        return self.call(5, self.env.step, action)
-
-    def call(self, size, function, *inputs, **options):
-        try:
-            self.raw, *rest = result = function(*inputs, **options)
-            if len(result) != size:
-                raise ValueError(f"{size} values expected, got {len(result)}")
-        except (Exception, SystemExit) as error:
-            raise TaskError from error
+        self.raw, *rest = self.env.step(action)
         return self.raw, *rest
 
     def state_dict(self):
@@ -586,23 +532,17 @@ class Replayable(gym.Wrapper):
 def make_envs(args: RunArgs, run_dir: Path) -> Envs:
     envs = [Replayable(make_env(args)) for _ in range(args.num_envs - args.capture_video)]
     if args.capture_video:
-        warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")  # names have the time in them
         env = make_env(args, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(run_dir / "videos"), name_prefix=f"{time.time():.0f}")
-        envs.insert(0, Replayable(env))
+        envs.insert(0, Replayable(gym.wrappers.RecordVideo(env, str(run_dir / "videos" / f"{time.time():.0f}"))))
     return Envs(envs, args)
 
 
 def write(path: Path, content: dict):
     """Atomic: an interruption or a full disk leaves the previous file."""
-    buffer, part = io.BytesIO(), path.with_suffix(".part")
+    buffer = io.BytesIO()
     torch.save(content, buffer)
-    try:
-        part.write_bytes(buffer.getbuffer())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    path.with_suffix(".part").write_bytes(buffer.getbuffer())
+    path.with_suffix(".part").replace(path)
 
 
 def save_policy(path: Path, agent: Agent, envs: Envs, args: RunArgs):
@@ -627,7 +567,6 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
     state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
     state |= dict(envs=[env.state_dict() for env in envs.envs], obs=torch.tensor(envs.obs), stats=stats)
     state |= dict(episodes=envs.episodes, seconds=progress.seconds(), returns=list(progress.returns))
-    state |= dict(events={path.name: path.stat().st_size for path in run_dir.glob("events.*")})
     if torch.cuda.is_available():
         state["random_cuda"] = torch.cuda.get_rng_state_all()
     write(run_dir / "checkpoint.pt", state)
@@ -635,8 +574,6 @@ def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs,
 
 def load_checkpoint(run_dir: Path) -> dict:
     path, script = run_dir / "checkpoint.pt", Path(__file__).stem
-    if not path.is_file():
-        fail(f"--resume: there is no {path}")
     try:
         if zipfile.ZipFile(path).testzip():  # torch does not look at the checksums
             raise ValueError("a checksum is wrong")
@@ -649,7 +586,7 @@ def load_checkpoint(run_dir: Path) -> dict:
     return state
 
 
-def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
+def restore(state: dict, agent: Agent, optimizer, envs: Envs):
     agent.load_state_dict(state["agent"])
     optimizer.load_state_dict(state["optimizer"])
     envs.obs, envs.global_step, envs.episodes = state["obs"].numpy(), state["step"], state["episodes"]
@@ -662,11 +599,6 @@ def restore(state: dict, run_dir: Path, agent: Agent, optimizer, envs: Envs):
     if "random_cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random_cuda"])
     torch.set_rng_state(state["random"])
-    for path in run_dir.glob("events.*"):  # what was logged after the checkpoint will be logged again
-        if path.name in state["events"]:
-            os.truncate(path, state["events"][path.name])
-        else:
-            path.unlink()
 
 
 class Progress:
@@ -732,10 +664,9 @@ def compiled(function, device: torch.device):
         except Exception as error:  # the compiler and its caches may raise anything
             if current is function:
                 raise
-            reason = first_line(error.__cause__ or error)
-            print(f"compilation failed, continuing uncompiled, at half the speed: {reason}", file=sys.stderr)
+            print(f"continuing uncompiled, at half the speed: {first_line(error.__cause__ or error)}", file=sys.stderr)
             current = function
-            return current(*inputs)
+            return function(*inputs)
 
     return call
 
@@ -778,13 +709,13 @@ def train(args: RunArgs) -> Path:
     run_dir, _lock = open_run(args)
     try:
         run(args, run_dir)
-    except TaskError as error:
-        traceback.print_exception(error.__cause__)
-        fail(f"{args.env_id} failed: {first_line(error.__cause__)}; what {run_dir} has is kept", code=1)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:  # from `fail` or a signal
             raise
-        fail(f"cannot continue: {first_line(error)}; what {run_dir} has is kept", code=1)
+        # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
+        if not re.search("memory|allocate|space left|quota|too large|wandb", str(error)):
+            traceback.print_exception(error)
+        fail(f"{first_line(error)}; what {run_dir} has is kept", code=1)
     return run_dir
 
 
@@ -794,29 +725,24 @@ def run(args: RunArgs, run_dir: Path):
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     saved = load_checkpoint(run_dir) if args.resume else dict(iteration=0, step=0, seconds=0.0, returns=[])
-    if args.num_iterations < saved["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {saved['step']}")
-    if args.num_iterations == saved["iteration"]:
-        return say(f"{run_dir} is finished, nothing to do; --total-timesteps extends it")
+    if args.num_iterations <= saved["iteration"]:
+        return say(f"{run_dir} is already at step {saved['step']}, nothing to do; --total-timesteps extends it")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
-        try:
-            wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
-        except wandb.errors.Error as error:
-            fail(f"--track: {first_line(error)} (WANDB_MODE=offline needs no account)")
+        wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
     envs = make_envs(args, run_dir)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     if args.resume:
         try:
-            restore(saved, run_dir, agent, optimizer, envs)
+            restore(saved, agent, optimizer, envs)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {first_line(error)}")
     say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
     progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["seconds"], saved["returns"])
-    writer = SummaryWriter(str(run_dir))
+    writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
     if not args.resume:
         rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")

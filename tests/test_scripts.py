@@ -21,12 +21,11 @@ BY_MASKS, BY_TASK = [BAYESIAN, PLAIN, {GAME_VSOP}, {GAME_PPO}], [set(SCRIPTS), G
 BY_CRITIC = [{VSOP, VSPPO}, PLAIN, {RMPG}, {GAME_VSOP}, {GAME_PPO}]
 DIFFERENT = {
     "Args": (OWN, "flags and defaults are the algorithm's"),
-    "check_args": (OWN, "so are their ranges"),
+    "check_args": (BY_MASKS, MASKS + "; games on a GPU may use mixed precision"),
     "loss_function": (OWN, "the objective is the algorithm"),
     "MLP": ([BAYESIAN, PLAIN], MASKS),
     "numpy_forward": ([BAYESIAN, PLAIN], MASKS),
     "infer": ([{GAME_VSOP}, {GAME_PPO}], MASKS),
-    "Batch": ([{VSOP, VSPPO, GAME_VSOP}, PLAIN | {GAME_PPO}, {RMPG}], MASKS + "; RMPG has uniform actions"),
     "collect_rollout": (BY_MASKS, MASKS + "; " + FRAMES),
     "minibatches": (BY_MASKS, MASKS + "; " + FRAMES),
     "gradients": (BY_MASKS, MASKS + "; " + FRAMES),
@@ -38,7 +37,7 @@ DIFFERENT = {
     **{
         name: (BY_TASK, FRAMES)
         for name in (
-            "Envs", "Rollout", "learn", "RunArgs", "check_task", "make_envs", "save_checkpoint", "restore", "Progress",
+            "Envs", "learn", "RunArgs", "check_task", "make_envs", "save_checkpoint", "restore", "Progress",
             "train", "run",
         )
     },
