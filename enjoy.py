@@ -17,27 +17,32 @@
     python enjoy.py runs/<run>                       # ten episodes with the posterior mean, without noise
     python enjoy.py runs/<run> --thompson            # act as in training
     python enjoy.py runs/<run>/policy.pt --video out.mp4 --episodes 1
+    python enjoy.py runs/<run>/seed_1                # a seed of a JAX script, where Gymnax is installed
 
 Loading an untrusted policy file cannot execute code: it holds only tensors and simple values. Making its task can: an
 id like `module:Task-v0` imports that module, also from the current folder. Such an id needs --trust-module.
 """
 
 import ctypes
+import json
 import os
 import sys
 import traceback
 import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 try:
     import numpy as np
-    import torch
-    import torch.nn.functional as F
     import tyro
+
+    if util.find_spec("torch"):  # policies of the JAX scripts do not need it
+        import torch
+        import torch.nn.functional as F
 except ImportError as error:
     sys.exit(f"error: {error}: pip install -r requirements.txt")
 
@@ -72,7 +77,7 @@ def say(line: str):
 
 @dataclass
 class Args:
-    path: tyro.conf.Positional[Path]  # folder of a run, or a policy file
+    path: tyro.conf.Positional[Path]  # folder of a run (of a JAX script: of a seed), or a policy file
     episodes: int = 10  # episodes to play
     thompson: bool = False  # act as in training: sample weights and actions (ProcGen actions are always sampled)
     seed: int = 1  # seed of the task and of all sampling
@@ -93,15 +98,20 @@ class Args:
 
 
 def load_policy(path: Path):
-    path = path / "policy.pt" if path.is_dir() else path
+    if path.is_dir():
+        path = path / ("policy.npz" if (path / "policy.npz").is_file() else "policy.pt")
     if not path.is_file():
-        fail(f"there is no policy file {path}")
+        seeds = sorted(path.parent.glob("seed_*/policy.npz"))
+        fail(f"there is no policy file {path}" + (f", but there is {seeds[0]}" if seeds else ""))
+    npz = path.suffix == ".npz"
+    if not npz and not util.find_spec("torch"):
+        fail(f"{path} needs PyTorch: pip install -r requirements.txt")
     try:
-        policy = torch.load(path, weights_only=True, map_location="cpu")
+        policy = dict(np.load(path, allow_pickle=False)) if npz else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # torch's message recommends weights_only=False
         fail(f"{path} is not a policy file, or is corrupt ({type(error).__name__})")
     with one_line(f"{path} is not a valid policy"):
-        return (GamePolicy if "weights" in policy else Policy)(policy)
+        return (GymnaxPolicy if "meta" in policy else GamePolicy if "weights" in policy else Policy)(policy)
 
 
 def check(valid: bool, meaning: str):
@@ -116,20 +126,20 @@ class Policy:
         self.script, self.env_id, args = policy["script"], str(policy["env_id"]), policy["args"]
         self.env_kwargs = dict(args.get("env_kwargs") or {})
         self.activation = dict(relu=lambda x: np.maximum(x, 0.0), tanh=np.tanh)[policy["activation"]]
-        self.layers = [(weight.T.numpy().copy(), bias.numpy()) for weight, bias in policy["layers"]]
-        arrays = (policy[key].numpy() for key in ("log_std", "obs_mean", "obs_std", "action_low", "action_high"))
+        self.layers = [(np.asarray(weight).T.copy(), np.asarray(bias)) for weight, bias in policy["layers"]]
+        arrays = (np.asarray(policy[key]) for key in ("log_std", "obs_mean", "obs_std", "action_low", "action_high"))
         log_std, self.mean, self.std, self.low, self.high = arrays
         self.noise_scale = np.exp(log_std)
         self.norm_obs, self.thompson = args["norm_obs"], args.get("thompson", False)
         self.dropout_rate = args.get("dropout_rate", 0.0)
         numbers = (*sum(self.layers, ()), log_std, self.mean, self.std)
         check(all(np.isfinite(x).all() for x in numbers) and (self.std > 0).all(), "some numbers are not finite")
-        action = self.act(self.mean, np.random.default_rng(0), True)
-        shapes = {x.shape for x in (action, self.layers[-1][1], self.noise_scale, self.low, self.high)}
+        outputs = self.forward(self.mean, np.random.default_rng(0), True)
+        shapes = {x.shape for x in (outputs, self.layers[-1][1], self.noise_scale, self.low, self.high)}
         check(len(shapes) == 1 and self.mean.shape == self.std.shape, "the shapes do not fit")
 
-    def act(self, obs, rng, thompson):
-        """The mean action of the posterior mean, or a sample of both."""
+    def forward(self, obs, rng, thompson):
+        """The outputs of the network with the posterior mean of the weights, or with a sample."""
         x = np.clip((obs - self.mean) / self.std, -10.0, 10.0) if self.norm_obs else obs
         x = x.astype(np.float32)
         *hidden, (weight_out, bias_out) = self.layers
@@ -137,7 +147,11 @@ class Policy:
             x = self.activation(x @ weight + bias)
             if thompson and self.thompson:
                 x = x * (rng.random(x.shape) >= self.dropout_rate) / (1 - self.dropout_rate)
-        action = x @ weight_out + bias_out
+        return x @ weight_out + bias_out
+
+    def act(self, obs, rng, thompson):
+        """The mean action of the posterior mean, or a sample of both."""
+        action = self.forward(obs, rng, thompson)
         if thompson:
             action = action + self.noise_scale * rng.standard_normal(action.shape)
         return np.clip(action, self.low, self.high).astype(np.float32)
@@ -202,8 +216,6 @@ class GamePolicy:
         return np.searchsorted(probabilities[0].cumsum(0)[:-1].numpy(), rng.random())
 
     def make_env(self, args: Args):
-        if args.render:
-            fail("a game of ProcGen has no window to open; --video films it")
         return Game(self.env_id, self.mode, args.seed)
 
 
@@ -248,6 +260,75 @@ class Game:
         self.pool.close()
 
 
+class GymnaxPolicy(Policy):
+    """The actor of a policy file of the JAX scripts. Without log_std its actions are discrete."""
+
+    def __init__(self, policy: dict):
+        meta, self.discrete = json.loads(str(policy["meta"])), "log_std" not in policy
+        args = meta["args"] = meta["args"] | dict(thompson=True)
+        layers = [(policy[f"layers/{i}/0"].T, policy[f"layers/{i}/1"]) for i in range(3)]
+        inputs, outputs = np.zeros(layers[0][0].shape[1]), np.zeros(layers[2][0].shape[0])
+        scaling = {} if args["norm_obs"] else dict(obs_mean=inputs, obs_std=inputs + 1)
+        bounds = dict(action_low=outputs - np.inf, action_high=outputs + np.inf)  # the tasks clip actions themselves
+        super().__init__(args | meta | dict(log_std=outputs) | policy | scaling | bounds | dict(layers=layers))
+
+    def act(self, obs, rng, thompson):
+        """The mean or the most probable action of the posterior mean, or a sample of both."""
+        if not self.discrete:
+            return super().act(obs, rng, thompson)
+        logits = self.forward(obs, rng, thompson)
+        return np.argmax(logits + rng.gumbel(size=logits.shape) if thompson else logits)
+
+    def make_env(self, args: Args):
+        if not util.find_spec("gymnax"):
+            fail(f"{self.env_id} needs Gymnax: pip install -r requirements-gymnax.txt, in an environment of its own")
+        env = GymnaxTask(self.env_id, args)
+        sizes = len(env.reset()[0]), getattr(env.action_space, "n", env.action_space.shape)
+        expected = len(self.mean), len(self.low) if self.discrete else self.low.shape
+        check(sizes == expected, f"(observations, actions) are {sizes}, the policy has {expected}")
+        return env
+
+
+class GymnaxTask:
+    """A task of Gymnax or Brax with the interface of Gymnasium. Gymnax draws most of its own."""
+
+    def __init__(self, env_id: str, args: Args):
+        from vsop_gymnax import jax, make_env  # sets what JAX reads when it is imported
+
+        check(not (args.video and env_id.startswith("brax/")), "a task of Brax cannot be drawn")
+        self.env, self.states, self.drawing = make_env(env_id), [], None
+        self.action_space, self.jit_step = self.env.action_space(self.env.default_params), jax.jit(self.env.step)
+        self.keys = (jax.random.fold_in(jax.random.PRNGKey(args.seed), i) for i in count())
+        if args.video:
+            os.environ.update(MPLBACKEND="agg", SDL_VIDEODRIVER="dummy")  # without a display
+            from gymnax.visualize import Visualizer
+
+            self.drawing = Visualizer(self.env, self.env.default_params, self.states)
+            self.metadata = dict(render_fps=1000 // self.drawing.interval)
+
+    def reset(self, seed=None):
+        obs, state = self.env.reset(next(self.keys))
+        self.states[:] = [state]
+        if self.drawing:
+            self.drawing.ax.clear()
+            self.drawing.init()
+            check(hasattr(self.drawing, "im"), "Gymnax cannot draw it")
+        return np.ravel(obs), {}
+
+    def step(self, action):
+        obs, state, *rest = self.jit_step(next(self.keys), self.states[-1], action)
+        self.states.append(state)
+        return np.ravel(obs), *rest
+
+    def render(self):
+        self.drawing.update(len(self.states) - 1)
+        self.drawing.fig.canvas.draw()
+        return np.asarray(self.drawing.fig.canvas.buffer_rgba())[..., :3]
+
+    def close(self):
+        pass
+
+
 class Video(AbstractContextManager):
     """An mp4 file, written frame by frame: a few episodes would not fit into memory. An incomplete one is removed."""
 
@@ -273,6 +354,8 @@ class Video(AbstractContextManager):
 
 def enjoy(args: Args) -> list:
     policy = load_policy(args.path)
+    if args.render and type(policy) is not Policy:
+        fail(f"{policy.env_id} has no window to open; --video films it")
     with one_line(f"cannot start {policy.env_id}"):
         env = policy.make_env(args)
         obs, _ = env.reset(seed=args.seed)

@@ -1,9 +1,12 @@
 """enjoy.py as a user runs it."""
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,10 +202,17 @@ def test_closed_output(save, tmp_path):
         video.unlink()
 
 
-def test_missing_package_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+def test_broken_package_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     done = play("nowhere", PYTHONPATH=str(tmp_path))
-    assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.returncode != 0 and done.stderr.startswith("error: torch is broken") and done.stderr.count("\n") == 1
+
+
+def test_missing_torch_and_gymnax_are_one_line(save, save_gymnax, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in ("torch", "gymnax") and find(name))
+    assert "pip install -r requirements.txt" in refused(monkeypatch, capsys, "enjoy", save())
+    assert "pip install -r requirements-gymnax.txt" in refused(monkeypatch, capsys, "enjoy", save_gymnax())
 
 
 @pytest.mark.parametrize("columns", ["30", "200"])
@@ -210,3 +220,120 @@ def test_help_opens_with_what_it_does(columns):
     printed = " ".join(play("--help", COLUMNS=columns).stdout.split())
     first = " ".join(enjoy.__doc__.partition("\n\n")[0].split())
     assert first in printed[:300] and "--trust-module" in printed
+
+
+# --------------------------------------------------------------------------------------------- the JAX scripts
+@pytest.fixture
+def save_gymnax(tmp_path):
+    """Writes an untrained policy of a JAX script, for CartPole-v1, with changes."""
+
+    def save_gymnax(name="policy.npz", inputs=4, outputs=2, without=None, args=None, **changes):
+        rng, sizes = np.random.default_rng(0), (inputs, 8, 8, outputs)
+        settings = dict(env_id="CartPole-v1", activation="tanh", dropout_rate=0.0, norm_obs=False) | (args or {})
+        content = dict(meta=json.dumps(dict(script="vsop_gymnax", args=settings)))
+        for i in range(3):
+            content[f"layers/{i}/0"], content[f"layers/{i}/1"] = (
+                rng.normal(size=sizes[i : i + 2]),
+                np.zeros(sizes[i + 1]),
+            )
+        content |= changes
+        np.savez(tmp_path / name, **{key: content[key] for key in content if key != without})
+        return tmp_path / name
+
+    return save_gymnax
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_plays_what_a_gymnax_script_saved(env_id, tmp_path):
+    pytest.importorskip("gymnax")
+    script = load("vsop_gymnax")
+    jax, jnp = script.jax, script.jnp
+    settings = dict(width=16, num_envs=2, dropout_rate=0.2, norm_obs=True, spectral_norm=True)
+    args, env = script.RunArgs(env_id=env_id, **settings), script.make_env(env_id)
+    state = jax.jit(partial(script.init, env=env, args=args))(1)
+    params = state["params"] = jax.tree.map(lambda x: x + 0.3, state["params"])
+    size = len(state["envs"]["obs"][0])
+    stats = state["envs"]["obs_stats"] = (10.0, jnp.linspace(-1.0, 1.0, size), jnp.linspace(0.5, 2.0, size))
+    (tmp_path / "seed_1").mkdir()
+    script.save_policy(tmp_path / "seed_1" / "policy.npz", state, args)
+
+    done = play(tmp_path / "seed_1", "--episodes", 2)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    returns = [float(x) for x in re.findall(r"episode \d: return (-?[\d.]+), \d+ steps", done.stdout)]
+    assert len(returns) == 2 and f"{env_id}, vsop_gymnax, posterior mean: mean {np.mean(returns):.1f}" in done.stdout
+    again = enjoy.enjoy(enjoy.Args(tmp_path / "seed_1" / "policy.npz", episodes=2))
+    assert again == pytest.approx(returns, abs=0.01)
+    assert enjoy.enjoy(enjoy.Args(tmp_path / "seed_1", episodes=2, thompson=True)) != again
+
+    # The same action for the same raw observation as the script's own network.
+    policy = enjoy.load_policy(tmp_path / "seed_1")
+    outputs = []
+    for raw in 3 * np.random.default_rng(0).normal(size=(20, size)):
+        obs = script.normalize(raw[None], *stats[1:])
+        outputs.append(np.asarray(script.forward(script.normalized(params, "actor"), obs, jnp.ones((2, 1)), args))[0])
+        expected = outputs[-1].argmax() if policy.discrete else outputs[-1]
+        np.testing.assert_allclose(policy.act(raw, None, False), expected, atol=1e-4)
+
+    # --thompson samples weights and actions.
+    rng = np.random.default_rng(0)
+    assert np.ptp([policy.forward(raw, rng, True) for _ in range(100)], axis=0).max() > 0
+    policy.thompson = False
+    samples = np.array([policy.act(raw, rng, True) for _ in range(4000)])
+    if policy.discrete:
+        np.testing.assert_allclose(samples.mean(), 1 / (1 + np.exp(outputs[-1][0] - outputs[-1][1])), atol=0.05)
+    else:
+        np.testing.assert_allclose(samples.mean(0), outputs[-1], atol=0.1)
+        np.testing.assert_allclose(samples.std(0), np.exp(params["log_std"]), rtol=0.1)
+
+
+@pytest.mark.parametrize("env_id, inputs, outputs", [("CartPole-v1", 4, 2), ("Breakout-MinAtar", 400, 3)])
+def test_films_gymnax_without_a_display(env_id, inputs, outputs, save_gymnax, tmp_path):
+    pytest.importorskip("gymnax")
+    path = save_gymnax(inputs=inputs, outputs=outputs, args=dict(env_id=env_id))
+    done = play(path, "--episodes", 2, "--video", tmp_path / "out.mp4", DISPLAY="")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (tmp_path / "out.mp4").stat().st_size > 3000
+
+
+def test_bad_gymnax_file_is_one_line(save_gymnax, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "cut.npz").write_bytes(save_gymnax().read_bytes()[:1000])
+    damaged = bytearray(save_gymnax().read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "damaged.npz").write_bytes(damaged)
+    np.savez(tmp_path / "pickle.npz", meta=np.array(Payload()))
+    save_gymnax("json.npz", meta="{")
+    save_gymnax("infinite.npz", **{"layers/1/0": np.full((8, 8), np.inf)})
+    save_gymnax("shape.npz", **{"layers/1/0": np.zeros((8, 7))})
+    save_gymnax("bias.npz", **{"layers/2/1": np.zeros(3)})
+    save_gymnax("log_std.npz", log_std=np.zeros(3))
+    save_gymnax("nan.npz", log_std=np.full(2, np.nan))
+    save_gymnax("text_weights.npz", **{"layers/0/0": np.full((4, 8), "x")})
+    save_gymnax("no_scaling.npz", args=dict(norm_obs=True))
+    save_gymnax("no_layer.npz", without="layers/1/1")
+    monkeypatch.chdir(tmp_path)
+    for path in tmp_path.glob("*.npz"):
+        if path.name != "policy.npz":
+            assert path.name in refused(monkeypatch, capsys, "enjoy", path)
+    assert not (tmp_path / "payload-was-here").exists()
+    (tmp_path / "runs" / "seed_1").mkdir(parents=True)
+    save_gymnax("runs/seed_1/policy.npz")
+    assert str(Path("runs", "seed_1", "policy.npz")) in refused(monkeypatch, capsys, "enjoy", "runs")
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert "--video" in refused(monkeypatch, capsys, "enjoy", save_gymnax(), "--render")
+
+
+def test_gymnax_task_that_does_not_fit_is_one_line(save_gymnax, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gymnax")
+    save_gymnax("unknown.npz", args=dict(env_id="CartPol-v1"))
+    save_gymnax("inputs.npz", inputs=5)
+    save_gymnax("outputs.npz", outputs=3)
+    save_gymnax("continuous.npz", log_std=np.zeros(2))
+    save_gymnax("discrete.npz", inputs=3, outputs=1, args=dict(env_id="Pendulum-v1"))
+    for path in tmp_path.glob("*.npz"):
+        refused(monkeypatch, capsys, "enjoy", path)
+    path = save_gymnax(inputs=3, args=dict(env_id="MemoryChain-bsuite"))
+    assert "cannot draw" in refused(monkeypatch, capsys, "enjoy", path, "--video", tmp_path / "out.mp4")
+    path = save_gymnax(args=dict(env_id="brax/ant"))
+    assert "cannot be drawn" in refused(monkeypatch, capsys, "enjoy", path, "--video", tmp_path / "out.mp4")
+    assert not (tmp_path / "out.mp4").exists()
