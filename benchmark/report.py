@@ -14,13 +14,14 @@ import os
 from pathlib import Path
 
 from common import LAST, RESULTS, Parser, fail, markdown, number, read_log, read_returns, references
-from run import FOLDER, finished, grid, load_experiment
+from run import FOLDER, Run, folder_name, load_experiment
 
 os.environ["MPLBACKEND"] = "Agg"
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from rliable import library, metrics
+from scipy import stats
 
 POINTS = 100  # of a curve
 REPS = 2000  # of the bootstrap
@@ -42,48 +43,65 @@ def parse():
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def curve(steps, returns, total):
-    """Mean return of the last 100 episodes at 100 equidistant steps; nan before the first episode ends."""
+def curve(steps, returns, total, last=LAST):
+    """Mean of the last returns at 100 equidistant steps; nan before the first episode ends."""
     sums = np.concatenate([[0.0], np.cumsum(returns)])
     points = min(POINTS, total)
     grid_steps = np.arange(1, points + 1) * total // points
     ended = np.searchsorted(steps, grid_steps, side="right")
-    first = np.maximum(ended - LAST, 0)
+    first = np.maximum(ended - last, 0)
     with np.errstate(invalid="ignore"):
         return grid_steps, (sums[ended] - sums[first]) / (ended - first)
 
 
-def read_run(run) -> pd.DataFrame:
-    """A row per point of the curve. On ProcGen `value` is of the test levels and `training` of the training levels."""
-    log = read_log(run.folder)
-    curves = [curve(*map(np.array, found), run.total) for found in read_returns(log).values()]
+def find_runs(experiment, folder) -> list:
+    """The finished runs of the experiment, of any length."""
+    runs = []
+    for method, line in experiment.methods.items():
+        for task in experiment.tasks:
+            name = folder_name(task, line + " --num-seeds *" * bool(experiment.seeds_per_run), "[0-9]*", "[0-9]*")
+            for path in sorted(folder.glob(f"{name}/finished")):
+                *_, flags, seed, total = path.parent.name.split("__")
+                count = int(flags.rpartition("_")[2]) if experiment.seeds_per_run else 1
+                runs.append(Run(method, task, int(seed), [], path.parent, int(total), count))
+    return runs
+
+
+def read_run(run, seed, in_parts) -> pd.DataFrame:
+    """A row per point of the curve. On ProcGen `value` is of the test levels and `training` of the training levels. A
+    JAX script has a log for each seed (`in_parts`), with the mean of the last episode of each environment."""
+    log = read_log(run.folder, f"seed_{seed}" if in_parts else "")
+    last = 1 if in_parts else LAST
+    curves = [curve(*map(np.array, found), run.total, last) for found in read_returns(log).values()]
     if not curves:
         fail(f"{run.folder}: no episode ended")
     *training, (steps, value) = curves
     columns = dict(step=steps, value=np.round(value, 3))
     if training:
         columns["training"] = np.round(training[0][1], 3)
-    rate = log.Scalars("charts/SPS")[-1].value
+    rate = log.Scalars("charts/SPS")[-1].value  # of all seeds of the run together
     frame = pd.DataFrame(columns)
-    return frame.assign(method=run.method, task=run.task, seed=run.seed, total=run.total, minutes=run.total / rate / 60)
+    return frame.assign(method=run.method, task=run.task, seed=seed, total=run.total, minutes=run.total / rate / 60)
 
 
 KEYS = ["method", "task", "seed", "total"]
 
 
-def update_table(path: Path, runs: list) -> pd.DataFrame:
+def update_table(path: Path, runs: list, in_parts: bool) -> pd.DataFrame:
     """Adds the runs that finished since the table was written."""
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*KEYS, "minutes", "step", "value"])
     known = set(map(tuple, table[KEYS].drop_duplicates().itertuples(index=False)))
-    new = [run for run in runs if (run.method, run.task, run.seed, run.total) not in known and finished(run)]
     frames = [table] if len(table) else []
-    for run in new:
-        print(f"reading {run.method}, {run.task}, seed {run.seed}", flush=True)
-        frames.append(read_run(run))
-    if new:
+    for run in runs:
+        for seed in range(run.seed, run.seed + run.num_seeds):
+            if (key := (run.method, run.task, seed, run.total)) not in known:
+                print(f"reading {run.method}, {run.task}, seed {seed}", flush=True)
+                frames.append(read_run(run, seed, in_parts))
+                known.add(key)
+    if len(frames) > bool(len(table)):
         table = pd.concat(frames)
         order = [column for column in (*KEYS, "minutes", "step", "value", "training") if column in table]
-        table = table[order].round({"minutes": 1})
+        table = table[order].round({"minutes": 3})
         table = table.sort_values([*KEYS, "step"], ignore_index=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path, index=False, compression=dict(method="gzip", mtime=0))
@@ -121,13 +139,13 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
 # --------------------------------------------------------------------------------------------------------- figures
 
 
-def interval(values, statistic=np.mean, seed=0):
+def interval(values, seed=0):
     """95 % percentile bootstrap over runs; nan for a single run."""
     values = np.asarray(values)
     if len(values) < 2:
         return np.nan, np.nan
     rng = np.random.default_rng(seed)
-    samples = statistic(values[rng.integers(len(values), size=(REPS, len(values)))], axis=1)
+    samples = values[rng.integers(len(values), size=(REPS, len(values)))].mean(axis=1)
     return np.quantile(samples, 0.025, axis=0), np.quantile(samples, 0.975, axis=0)
 
 
@@ -142,19 +160,19 @@ def plot_curves(table, methods, tasks, path):
             part = of(table, method, task)
             if not len(part):
                 continue
-            lines = part.pivot(index="step", columns="seed", values="value")
+            lines = part.pivot(index="step", columns="seed", values="value").dropna()  # from the first episode of all
             steps = lines.index / 1e6
             if "training" in part:
-                training = part.groupby("step")["training"].mean()
+                training = part.groupby("step")["training"].mean()[lines.index]
                 axis.plot(steps, training, color=color, linestyle=":", label=f"{method}, training levels")
             label = f"{method}, test levels" if "training" in part else method
             axis.plot(steps, lines.mean(axis=1), color=color, label=label)
             if lines.shape[1] > 1:
-                low, high = interval(lines.to_numpy().T, np.nanmean)
+                low, high = interval(lines.to_numpy().T)
                 axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
         axis.set_title(task)
         axis.set_xlabel("million steps")
-    axes[0, 0].set_ylabel("return, last 100 episodes")
+    axes[0, 0].set_ylabel("return")
     handles = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
@@ -296,6 +314,9 @@ def published(total: int) -> dict:
     for game, by_method in data["procgen_25_million"]["test_return"].items():
         for method, mean in by_method.items():
             found[method, game] = (mean, np.nan, np.nan)
+    for method, by_task in data["gymnax"]["mean_over_twenty_seeds"].items():
+        for task, mean in by_task.items():
+            found[method, task] = (mean, np.nan, np.nan)
     for method, by_task in data["per_seed"].items():
         for task, values in by_task.items():
             found[method, task] = (np.mean(values), *interval(values))
@@ -406,17 +427,73 @@ percentile bootstrap over seeds. Published values are the authors' after """
     return page + missing(rows, experiment)
 
 
+def shared_seeds(table):
+    """Of each task the seeds that all its methods have."""
+    methods = table.groupby(["task", "seed"])["method"].transform("nunique")
+    return table[methods == table.groupby("task")["method"].transform("nunique")]
+
+
+def error_table(rows, methods, tasks):
+    """Means with standard errors, each task with the published means below."""
+    theirs, lines = published(0), []
+    for task in tasks:
+        ours, below = [task, str(len(of(rows, methods[0], task)))], ["published", "20"]
+        for method in methods:
+            values, (mean, *_) = of(rows, method, task)["final"], theirs.get((method, task), [None])
+            # The published means have two digits. Their standard errors are not known.
+            mark = " *" if mean is not None and abs(values.mean() - mean) > 2 * values.sem() + 0.005 else ""
+            ours.append(f"{number(values.mean())} ({number(values.sem())}){mark}")
+            below.append("" if mean is None else number(mean))
+        lines += [ours, below] if any(below[2:]) else [ours]
+    return markdown(["task", "seeds", *methods], lines)
+
+
+def ranks(rows, methods, task) -> list:
+    """A rank is 1 plus the number of methods that are better by a paired t-test over seeds at p = 0.1."""
+    finals = rows[rows["task"] == task].pivot(index="seed", columns="method", values="final")
+
+    def better(x, y):
+        return finals[x].mean() > finals[y].mean() and stats.ttest_rel(finals[x], finals[y]).pvalue < 0.1
+
+    return [1 + sum(better(other, method) for other in methods) for method in methods]
+
+
+def gymnax_section(table, total, experiment, folder):
+    """The part of the page about runs of one length of the JAX scripts."""
+    everything, table = scores(table), shared_seeds(table)
+    rows = scores(table)
+    methods = [method for method in experiment.methods if (rows["method"] == method).any()]
+    tasks = [task for task in experiment.tasks if all(len(of(rows, method, task)) > 1 for method in methods)]
+    if not tasks:
+        return [f"## {total:,} steps", "No task has two seeds of each method.", *missing(everything, experiment)]
+    plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
+    text = f"""Mean final return over seeds, with its standard error. The return of a seed is the mean of the last
+episode of each environment; the bands of the figure are 95 % percentile bootstrap over seeds. Training took
+{rows["minutes"].sum() / 60:.2f} hours of one core."""
+    if any((method, task) in published(total) for method in methods for task in tasks):
+        text += """ Published values are the authors' means. Where ours differs by more than two standard errors it has
+a *; the standard errors of theirs are not known."""
+    page = [f"![learning curves](curves_{total}.png)", f"## {total:,} steps", text, error_table(rows, methods, tasks)]
+    by_task = np.array([ranks(rows, methods, task) for task in tasks])
+    lines = [[name, *map(str, column), f"{column.mean():.2f}"] for name, column in zip(methods, by_task.T)]
+    head = ["method", *tasks, "mean"]
+    theirs = json.loads((RESULTS / "published.json").read_text())["gymnax"]
+    if experiment.name in theirs["steps"]:
+        head.append(f"published mean, {theirs['steps'][experiment.name]:,} steps")
+        for line in lines:
+            line.append(f"{theirs['mean_rank'][experiment.name][line[0]]:.2f}")
+    return [*page, "## Ranks", RANKS, markdown(head, lines), *missing(everything, experiment)]
+
+
+RANKS = """As in the paper, a rank is 1 plus the number of methods that are better by a paired t-test over seeds at
+p = 0.1. Methods that do not differ share a rank."""
+
+
 def main(args):
     experiment = load_experiment(args.experiment)
     folder = (RESULTS if args.committed else args.folder / "report") / experiment.name
-    lengths = {}  # of the runs that are there, with the highest seed of each
-    for path in args.folder.glob("*__*__[0-9]*__[0-9]*"):
-        *_, seed, total = path.name.split("__")
-        lengths[int(total)] = max(lengths.get(int(total), 1), int(seed))
-    runs = []
-    for total, seeds in sorted(lengths.items()):
-        runs += [run for run in grid(experiment, seeds, total, args.folder) if finished(run)]
-    table = update_table(folder / "curves.csv.gz", runs)
+    runs = find_runs(experiment, args.folder)
+    table = update_table(folder / "curves.csv.gz", runs, in_parts=bool(experiment.seeds_per_run))
     if not len(table):
         fail(f"there are no finished runs of {experiment.name} in {args.folder}, and no table in {folder}")
     for run in runs:
@@ -426,7 +503,8 @@ def main(args):
     command = f"python benchmark/report.py {args.experiment}{' --committed' * args.committed}"
     page = [f"# {experiment.name}", f"Made with `{command}` from `curves.csv.gz`."]
     for total in table["total"].value_counts().index:  # the length of most runs first
-        page += section(table[table["total"] == total], int(total), experiment, folder)
+        part = gymnax_section if experiment.seeds_per_run else section
+        page += part(table[table["total"] == total], int(total), experiment, folder)
     if (folder / "histograms.json").exists():
         plot_histograms(folder / "histograms.json", folder / "histograms.png")
         page += ["## Advantages before and after the ReLU", "![histograms of advantages](histograms.png)"]

@@ -35,7 +35,9 @@ FAKE = "tests/fake_script.py"
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_commands_of_the_experiments_are_legal(name):
     experiment = runner.load_experiment(name)
-    assert len(experiment.tasks) == (16 if name == "procgen" else 10)
+    assert len(experiment.tasks) == dict(procgen=16, classic=4, minatar=4).get(name, 10)
+    if experiment.seeds_per_run:
+        pytest.importorskip("gymnax")
     for command in experiment.methods.values():
         script, *flags = shlex.split(command)
         tyro.cli(cli_args(script.removesuffix(".py")), args=[*flags, "--env-id", experiment.tasks[0], "--seed", "3"])
@@ -55,6 +57,15 @@ def test_experiments_share_runs(tmp_path):
     assert len(folders("baselines")) == 100
     assert len(folders("baselines", methods=("VSOP",)) & folders("timelimit")) == 20
     assert not folders("baselines", total=10) & folders("baselines", total=20)
+
+
+def test_seeds_in_blocks(tmp_path):
+    """The last block may be smaller. Names are those of runs that exist already."""
+    runs = runner.grid(runner.load_experiment("minatar"), 5, 1_000_000, tmp_path, ["Breakout-MinAtar"], ["VSOP"])
+    own = "--env-id Breakout-MinAtar --seed 3 --total-timesteps 1000000"
+    assert runs[1].command == [str(ROOT / "vsop_gymnax.py"), "--num-seeds", "2", *own.split()]
+    names = [f"Breakout-MinAtar__vsop_gymnax__num-seeds_{block}__1000000" for block in ("2__1", "2__3", "1__5")]
+    assert [run.folder.name for run in runs] == names
 
 
 # ------------------------------------------------------------------------------------------------------------ runs
@@ -101,6 +112,12 @@ def start(experiment, *options):
     return subprocess.Popen(line, cwd=experiment.parent, env=env, preexec_fn=in_background, **pipes)
 
 
+def report_of(experiment) -> str:
+    line = [sys.executable, str(ROOT / "benchmark" / "report.py"), str(experiment), "--folder", "grid"]
+    subprocess.run(line, cwd=experiment.parent, check=True, capture_output=True)
+    return (experiment.parent / "grid" / "report" / experiment.stem / "README.md").read_text()
+
+
 def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
     """No run is left behind, none starts again from the beginning, finished runs are skipped."""
     steps = 3000
@@ -133,9 +150,27 @@ def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
     out, _ = start(experiment, *options).communicate(timeout=60)
     assert "2 already finished" in out
 
-    report_line = [sys.executable, str(ROOT / "benchmark" / "report.py"), str(experiment), "--folder", "grid"]
-    subprocess.run(report_line, cwd=tmp_path, check=True, capture_output=True)
-    assert "| T | 0.50 | 1.00 |" in (tmp_path / "grid" / "report" / "tiny" / "README.md").read_text()
+    assert "| T | 0.50 | 1.00 |" in report_of(experiment)
+
+
+def test_a_run_of_several_seeds(experiment, tmp_path):
+    """The experiment's own seeds and steps, in blocks; resumed after a signal; reported seed by seed."""
+    text = experiment.read_text()
+    experiment.write_text("seeds = 3\ntotal_timesteps = 2000\nseeds_per_run = 2\n" + text)
+    process = start(experiment, "--jobs", 4)
+    wait_for(lambda: len(list(tmp_path.glob("grid/*/runs/*/checkpoint.npz"))) == 4)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=40)[0].startswith("4 runs") and process.returncode == 143
+    (tmp_path / "fast").touch()
+    out, errors = start(experiment).communicate(timeout=120)
+    assert "4 of 4 runs finished" in out and len(list(tmp_path.glob("grid/*/runs/*"))) == 4, errors
+    assert all("step 4000/4000" in log.read_text() for log in tmp_path.glob("grid/*__num-seeds_2__1__2000/log.txt"))
+    page = report_of(experiment)
+    assert "| T | 3 | 0.50 (0.00) | 1.00 (0.00) |" in page
+    assert "| A | 2 | 2.00 |" in page and "| B | 1 | 1.00 |" in page
+    table = pd.read_csv(tmp_path / "grid" / "report" / "tiny" / "curves.csv.gz")
+    finals = table[table["method"] == "A"].groupby("seed")["value"].last()
+    assert finals.to_dict() == {1: 0.501, 2: 0.502, 3: 0.503}
 
 
 @pytest.mark.slow
@@ -212,7 +247,8 @@ def test_a_bad_flag_is_one_line(options, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("text", [
     "A=5", 'tasks = "x', 'tasks = "x"\n[methods]\nA = "vsop_continuous.py"', 'tasks = "mujoco"\n[methods]\nA = 5',
     'tasks = "mujoco"\n[methods]\nA = "vsop_continuous.py \'"', 'tasks = "mujoco"\n[methods]\nA = "nothing.py"',
-    'tasks = "mujoco"\nmethods = 3', "tasks = [1]\n[methods]",
+    'tasks = "mujoco"\nmethods = 3', "tasks = [1]\n[methods]", 'tasks = ["T"]\nseeds = 0\n[methods]',
+    'tasks = ["T"]\nseeds_per_run = "2"\n[methods]',
 ])  # fmt: skip
 def test_a_bad_experiment_is_one_line(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.toml").write_text(text)
@@ -288,6 +324,36 @@ def test_scores():
     found = report.matrices(rows, "final", ["PPO", "VSOP"], ["Hopper-v4"])
     np.testing.assert_array_equal(found["PPO"], [[3.0], [7.0]])
     assert "VSOP" not in found
+
+
+def rows_of(finals: dict, task="T"):
+    """A table of scores: the final returns of each method by seed."""
+    rows = [(method, task, seed, x) for method, values in finals.items() for seed, x in enumerate(values, 1)]
+    return pd.DataFrame(rows, columns=["method", "task", "seed", "final"])
+
+
+def test_ranks():
+    """Differences count seed by seed. Ties share a rank, and the next one counts all of them."""
+    luck = np.array([0.0, 50.0, -50.0, 20.0])  # of a seed, the same for all methods: only paired tests see past it
+    finals = dict(A=luck, B=luck + [0.1, -0.1, 0.1, -0.1], C=luck - [2.0, 2.1, 1.9, 2.0], D=luck - [9.0, 8.8, 9.1, 9.0])
+    assert report.ranks(rows_of(finals), list("ABCD"), "T") == [1, 1, 3, 4]
+    assert report.ranks(rows_of(finals), list("DCA"), "T") == [3, 2, 1]
+    assert report.ranks(rows_of(dict(A=luck, B=luck)), list("AB"), "T") == [1, 1]
+
+
+def test_what_differs_from_the_published_means_is_marked(monkeypatch):
+    monkeypatch.setattr(report, "published", lambda total: {("A", "T"): (10.0,), ("B", "T"): (10.0,)})
+    table = report.error_table(rows_of(dict(A=[11.0, 13.0], B=[12.0, 14.0], C=[1.0, 1.0])), list("ABC"), ["T"])
+    assert table.splitlines()[2:] == [
+        "| T | 2 | 12.0 (1.00) | 13.0 (1.00) * | 1.00 (0.00) |", "| published | 20 | 10.0 | 10.0 |  |",
+    ]  # fmt: skip
+
+
+def test_methods_are_compared_on_the_seeds_that_all_have():
+    rows = rows_of(dict(A=[1.0, 2.0, 3.0], B=[4.0, 5.0]))
+    other = rows_of(dict(A=[1.0, 2.0, 3.0]), task="U")
+    shared = report.shared_seeds(pd.concat([rows, other]))
+    assert shared.groupby(["task", "method"]).size().to_dict() == {("T", "A"): 2, ("T", "B"): 2, ("U", "A"): 3}
 
 
 def test_ppo_is_read_at_the_number_of_steps(tmp_path, monkeypatch):
