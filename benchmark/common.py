@@ -195,6 +195,19 @@ def references(steps: int):
     return rows[(rows["final"] > rows["random"]) & (rows["area"] > rows["random"])]
 
 
+def published(steps: int | None = None) -> dict:
+    """The authors' returns by method and task, at the end of training or at this number of steps: of all seeds, or only
+    the mean where no more is known."""
+    data = json.loads((RESULTS / "published.json").read_text())
+    if steps:
+        families = [data["mujoco"].get(f"returns_at_{steps}", {})]
+    else:
+        families = [data[family]["returns"] for family in ("mujoco", "procgen", "gymnax")]
+        families.append(dict(RMPG=data["mujoco"]["returns"]["all-actions"]))  # two names of one method
+    rows = ((method, *row) for family in families for method, by_task in family.items() for row in by_task.items())
+    return {(method, task.replace("Pusher-v4", "Pusher-v5")): values for method, task, values in rows}
+
+
 # ---------------------------------------------------------------------------------------------------------- tables
 
 

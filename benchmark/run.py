@@ -121,6 +121,19 @@ def grid(experiment: Experiment, seeds: int, total: int, folder: Path, tasks=(),
     return runs
 
 
+def find_runs(experiment, folder) -> list:
+    """The finished runs of the experiment, of any length."""
+    runs = []
+    for method, line in experiment.methods.items():
+        for task in experiment.tasks:
+            name = folder_name(task, line + " --num-seeds *" * bool(experiment.seeds_per_run), "[0-9]*", "[0-9]*")
+            for path in sorted(folder.glob(f"{name}/finished")):
+                *_, flags, seed, total = path.parent.name.split("__")
+                count = int(flags.rpartition("_")[2]) if experiment.seeds_per_run else 1
+                runs.append(Run(method, task, int(seed), [], path.parent, int(total), count))
+    return runs
+
+
 def finished(run: Run) -> bool:
     return (run.folder / "finished").exists()
 
