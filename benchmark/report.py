@@ -26,7 +26,7 @@ from scipy import stats
 
 POINTS = 100  # of a curve
 REPS = 2000  # of the bootstrap
-SEEDS = 3  # that an interval needs; of fewer, the runs are shown
+SEEDS = 3  # that an interval on a page needs; of fewer, the runs are shown
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442", "#8B4513")
 TITLES = dict(
     baselines="Comparison to baselines", mechanisms="Effect of each mechanism", parallel="Effect of parallelization",
@@ -134,9 +134,9 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def interval(values, seed=0):
-    """95 % percentile bootstrap over runs; nan for fewer than three."""
+    """95 % percentile bootstrap over runs; nan for a single run."""
     values = np.asarray(values)
-    if len(values) < SEEDS:
+    if len(values) < 2:
         return np.nan, np.nan
     rng = np.random.default_rng(seed)
     samples = values[rng.integers(len(values), size=(REPS, len(values)))].mean(axis=1)
