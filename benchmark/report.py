@@ -289,27 +289,33 @@ def claim_tables(rows, experiment, methods, total):
     runs. Published values are at the same number of steps if the authors plot them, otherwise at their last."""
     theirs, tasks, first = published(), experiment.tasks, next(iter(experiment.methods))
     variant_of = {method: method.removesuffix(" as published") for method in experiment.methods}
-    if not any((name, tasks[0]) in theirs for name in variant_of.values()):
+
+    def known(name, values):
+        return any((name, task) in values for task in tasks)
+
+    if not any(known(name, theirs) for name in variant_of.values()):
         tasks = [task for task in tasks if (rows["task"] == task).any()]
         lines = [[method, *(cell(of(rows, method, task)["final"]) for task in tasks)] for method in methods]
         return [markdown(["method", *tasks], lines)]
     pairs = [(variant_of[x] if x != variant_of[x] else first, x) for x in methods if x != first]
-    absent = (x for x in experiment.methods if x not in methods and (x, tasks[0]) in theirs)
+    absent = (x for x in experiment.methods if x not in methods and known(x, theirs))
     end, page = 25_000_000 if tasks == TASKS["procgen"] else 3_000_000, []
     for group in (*pairs, (first, *absent)):
         ours = [name for name in group if name in methods]
         if not ours or (group == (first,) and pairs):
             continue
         names = list(dict.fromkeys(variant_of[name] for name in group))
-        now, lines = all((name, tasks[0]) in published(total) for name in names), []
-        names = [name for name in names if (name, tasks[0]) in theirs]
-        values = published(total) if now else theirs
+        now, lines = all(known(name, published(total)) for name in names), []
+        names, values = [name for name in names if known(name, theirs)], published(total) if now else theirs
         for task in tasks:
             if any(len(of(rows, name, task)) for name in ours):
                 cells = [cell(of(rows, name, task)["final"]) for name in ours]
-                lines.append([task, *cells, *(cell(values[name, task]) for name in names)])
+                lines.append(
+                    [task, *cells, *(cell(values[name, task]) if (name, task) in values else "" for name in names)]
+                )
         head = ["task", *ours, *(f"{name}, published at {total if now else end:,}" for name in names)]
-        page += [f"### {', '.join(group)}", markdown(head, lines)]
+        title = " against ".join(group) if len(group) < 3 else f"{first} against methods without runs"
+        page += [f"### {title}", markdown(head, lines)]
     return page
 
 
@@ -394,9 +400,7 @@ percentile bootstrap over seeds; of fewer than three seeds the runs are shown.""
         text += """ Published values are the authors' with ten seeds; those of PPO, SAC and TD3, and those at 1,000,000
 steps, are read from their plots."""
         if total != 3_000_000:
-            text += (
-                f" The runs here anneal their learning rate over {total:,} steps, the published ones over 3,000,000."
-            )
+            text += f" On-policy runs here anneal their learning rate over {total:,} steps, theirs over 3,000,000."
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
     figure = f"![learning curves](curves_{total}.png)"
     page = [f"## {total:,} steps, {many}", text, *claim_tables(rows, experiment, methods, total), figure]
@@ -408,7 +412,7 @@ steps, are read from their plots."""
         complete = list(matrices(rows, "final", methods, part))
         if len(part) < 2 or not complete:
             continue
-        page += [f"## {', '.join(complete)} on {len(part)} tasks", NORMALIZATION]
+        page += [f"## Over {len(part)} tasks, {len(complete)} methods", NORMALIZATION]
         if len(part) < len(experiment.tasks):
             page.append(f"The tasks are {', '.join(part)}.")
         if (longer := reference.loc[part, "length"].max()) > total:

@@ -394,8 +394,8 @@ def test_a_method_without_all_tasks_is_compared_on_those_it_has(tmp_path, monkey
     monkeypatch.setattr(report, "references", lambda total: reference)
     figure, page = report.section(table, 100, runner.load_experiment("baselines"), tmp_path)
     parts = "\n".join(page).split("\n## ")
-    for methods, tasks in (("VSOP, PPO", 3), ("VSOP, PPO, A3C", 2)):
-        (part,) = (part for part in parts if part.startswith(f"{methods} on {tasks} tasks"))
+    for tasks, methods in ((3, ("VSOP", "PPO")), (2, ("VSOP", "PPO", "A3C"))):
+        (part,) = (part for part in parts if part.startswith(f"Over {tasks} tasks, {len(methods)} methods"))
         assert all((f"| {method} | 1.00" in part) == (method in methods) for method in ("VSOP", "PPO", "A3C"))
     assert figure == "![aggregates of the final return](baselines_return_100.png)"
     for image in re.findall(r"\]\((\w+\.png)\)", "\n".join(page)):
@@ -423,10 +423,10 @@ def test_the_authors_own_aggregate():
 
 def test_tables_of_claims():
     """Ours beside the published values of the same length. Of fewer than three seeds the runs are shown."""
-    experiment = runner.Experiment("x", ["Hopper-v4", "Ant-v4"], dict.fromkeys(("VSOP", "PPO", "A3C", "SAC"), "x.py"))
+    experiment = runner.Experiment("x", ["Own-v0", "Hopper-v4"], dict.fromkeys(("VSOP", "PPO", "A3C", "SAC"), "x.py"))
     rows = rows_of(dict(VSOP=[1.0, 2.0], PPO=[5.0, 5.0, 5.0], A3C=[7.0]), task="Hopper-v4")
     page = report.claim_tables(rows, experiment, ["VSOP", "PPO", "A3C"], 1_000_000)
-    assert page[::2] == ["### VSOP, PPO", "### VSOP, A3C", "### VSOP, SAC"]
+    assert page[::2] == [f"### VSOP against {name}" for name in ("PPO", "A3C", "SAC")]
     head, _, *lines = page[1].splitlines()
     assert head == "| task | VSOP | PPO | VSOP, published at 1,000,000 | PPO, published at 1,000,000 |"
     assert lines == ["| Hopper-v4 | 1.00 and 2.00 | 5.00 [5.00, 5.00] | 1,700 | 2,200 |"]
@@ -438,7 +438,8 @@ def test_variants_are_compared_with_their_method():
     experiment = runner.load_experiment("timelimit")
     rows = rows_of({method: [1.0] for method in experiment.methods}, task="Hopper-v4")
     page = report.claim_tables(rows, experiment, list(experiment.methods), 1_000_000)
-    assert page[::2] == ["### VSOP, VSOP as published", "### VSOP, PPO", "### PPO, PPO as published"]
+    pairs = [("VSOP", "VSOP as published"), ("VSOP", "PPO"), ("PPO", "PPO as published")]
+    assert page[::2] == [f"### {first} against {second}" for first, second in pairs]
     assert page[1].splitlines()[2] == "| Hopper-v4 | 1.00 | 1.00 | 1,700 |"
 
 
