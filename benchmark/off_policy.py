@@ -91,9 +91,9 @@ class Log(BaseCallback):
             rate = step / self.progress.seconds()
             self.progress.update(step, rate)
             self.writer.add_scalar("charts/SPS", rate, step)
-            for name, x in self.logger.name_to_value.items():
-                if name.startswith("train/"):
-                    self.writer.add_scalar(name.replace("train/", "losses/"), x, step)
+            for name in ("actor_loss", "critic_loss", "ent_coef"):
+                if (x := self.logger.name_to_value.get(f"train/{name}")) is not None:
+                    self.writer.add_scalar(f"losses/{name}", x, step)
         return True
 
 
