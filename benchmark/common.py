@@ -42,7 +42,7 @@ def fail(message):
 def one_line(kind, error, trace):
     """Reports what the user can fix in one line. Anything else is a bug and keeps its traceback."""
     if isinstance(error, ModuleNotFoundError):
-        fail(f"{error}; install it with: pip install -r requirements-dev.txt")
+        fail(f"{error}; install it with: pip install -r requirements-dev.txt (for JAX, see benchmark/README.md)")
     if isinstance(error, OSError) and error.filename:
         fail(f"{error.filename}: {error.strerror}")
     if isinstance(error, KeyboardInterrupt):
@@ -100,10 +100,14 @@ def stopped(received: list):
 # ------------------------------------------------------------------------------------------------------------ runs
 
 
+def newest(paths) -> Path | None:
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def latest_run(folder: Path) -> Path | None:
     """The run with the newest checkpoint in a folder that a script was started in."""
-    checkpoints = sorted(folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
-    return checkpoints[-1].parent if checkpoints else None
+    found = newest([*folder.glob("runs/*/checkpoint.pt"), *folder.glob("runs/*/checkpoint.npz")])
+    return found and found.parent
 
 
 def end_with_parent():
@@ -153,10 +157,13 @@ def last_line(path: Path) -> str:
     return lines[boxes[-1] + 1 if boxes else -1].strip("│ ").removeprefix("error: ")
 
 
-def read_log(folder: Path):
+def read_log(folder: Path, part: str = ""):
+    """The newest TensorBoard log in a folder that a script was started in, or in this part of its run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = EventAccumulator(str(latest_run(folder)), size_guidance=dict(scalars=0, histograms=0, tensors=1))
+    events = newest(folder.glob(f"runs/*/{part}/events.*" if part else "runs/*/events.*"))
+    path = events.parent if events else folder
+    log = EventAccumulator(str(path), size_guidance=dict(scalars=0, histograms=0, tensors=1))
     log.Reload()
     return log
 
@@ -186,6 +193,19 @@ def references(steps: int):
     rows = pd.DataFrame(dict(final=runs["last"], area=runs["mean"], length=ppo.groupby("task")["total"].first()))
     rows.insert(0, "random", [random[task]["mean"] if task in random else None for task in rows.index])
     return rows[(rows["final"] > rows["random"]) & (rows["area"] > rows["random"])]
+
+
+def published(steps: int | None = None) -> dict:
+    """The authors' returns by method and task, at the end of training or at this number of steps: of all seeds, or only
+    the mean where no more is known."""
+    data = json.loads((RESULTS / "published.json").read_text())
+    if steps:
+        families = [data["mujoco"].get(f"returns_at_{steps}", {})]
+    else:
+        families = [data[family]["returns"] for family in ("mujoco", "procgen", "gymnax")]
+        families.append(dict(RMPG=data["mujoco"]["returns"]["all-actions"]))  # two names of one method
+    rows = ((method, *row) for family in families for method, by_task in family.items() for row in by_task.items())
+    return {(method, task.replace("Pusher-v4", "Pusher-v5")): values for method, task, values in rows}
 
 
 # ---------------------------------------------------------------------------------------------------------- tables

@@ -4,27 +4,35 @@
     python benchmark/report.py timelimit --committed    # update benchmark/results/timelimit/, the repository's results
 
 Reads the TensorBoard logs of the experiment's finished runs in --folder into one compressed table, curves.csv.gz.
-Everything else is made from that table alone: learning curves with 95 % bootstrap intervals, and the figures of rliable
-(Agarwal et al., 2021) for the final return and for the area under the curve. README.md in the same folder shows them,
-and includes notes.md from there.
+Everything else is made from that table alone: learning curves, a table for each claim with the published values, the
+figures of rliable (Agarwal et al., 2021) for the final return and for the area under the curve, and for the JAX scripts
+the paper's ranks. README.md in the same folder shows them. Of notes.md from there, what comes before the first heading
+follows the first figure, and the rest the tables.
 """
 
 import json
 import os
 from pathlib import Path
 
-from common import LAST, RESULTS, Parser, fail, markdown, number, read_log, read_returns, references
-from run import FOLDER, finished, grid, load_experiment
+from common import LAST, RESULTS, TASKS, Parser, fail, markdown, number, published, read_log, read_returns, references
+from run import FOLDER, find_runs, load_experiment
 
 os.environ["MPLBACKEND"] = "Agg"
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from rliable import library, metrics
+from scipy import stats
 
 POINTS = 100  # of a curve
 REPS = 2000  # of the bootstrap
+SEEDS = 3  # that an interval on a page needs; of fewer, the runs are shown
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442", "#8B4513")
+TITLES = dict(
+    baselines="Comparison to baselines", mechanisms="Effect of each mechanism", parallel="Effect of parallelization",
+    vsppo="Spectral norm and Thompson sampling in PPO", timelimit="Truncation treated as termination",
+    procgen="ProcGen", classic="Gymnax: Classic Control", minatar="Gymnax: MinAtar",
+)  # fmt: skip
 plt.rcParams |= {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 130,
 }  # fmt: skip
@@ -42,48 +50,52 @@ def parse():
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def curve(steps, returns, total):
-    """Mean return of the last 100 episodes at 100 equidistant steps; nan before the first episode ends."""
+def curve(steps, returns, total, last=LAST):
+    """Mean of the last returns at 100 equidistant steps; nan before the first episode ends."""
     sums = np.concatenate([[0.0], np.cumsum(returns)])
     points = min(POINTS, total)
     grid_steps = np.arange(1, points + 1) * total // points
     ended = np.searchsorted(steps, grid_steps, side="right")
-    first = np.maximum(ended - LAST, 0)
+    first = np.maximum(ended - last, 0)
     with np.errstate(invalid="ignore"):
         return grid_steps, (sums[ended] - sums[first]) / (ended - first)
 
 
-def read_run(run) -> pd.DataFrame:
-    """A row per point of the curve. On ProcGen `value` is of the test levels and `training` of the training levels."""
-    log = read_log(run.folder)
-    curves = [curve(*map(np.array, found), run.total) for found in read_returns(log).values()]
+def read_run(run, seed, in_parts) -> pd.DataFrame:
+    """A row per point of the curve. On ProcGen `value` is of the test levels and `training` of the training levels. A
+    JAX script has a log for each seed (`in_parts`), with the mean of the last episode of each environment."""
+    log = read_log(run.folder, f"seed_{seed}" if in_parts else "")
+    last = 1 if in_parts else LAST
+    curves = [curve(*map(np.array, found), run.total, last) for found in read_returns(log).values()]
     if not curves:
         fail(f"{run.folder}: no episode ended")
     *training, (steps, value) = curves
     columns = dict(step=steps, value=np.round(value, 3))
     if training:
         columns["training"] = np.round(training[0][1], 3)
-    rate = log.Scalars("charts/SPS")[-1].value
+    rate = log.Scalars("charts/SPS")[-1].value  # of all seeds of the run together
     frame = pd.DataFrame(columns)
-    return frame.assign(method=run.method, task=run.task, seed=run.seed, total=run.total, minutes=run.total / rate / 60)
+    return frame.assign(method=run.method, task=run.task, seed=seed, total=run.total, minutes=run.total / rate / 60)
 
 
 KEYS = ["method", "task", "seed", "total"]
 
 
-def update_table(path: Path, runs: list) -> pd.DataFrame:
+def update_table(path: Path, runs: list, in_parts: bool) -> pd.DataFrame:
     """Adds the runs that finished since the table was written."""
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*KEYS, "minutes", "step", "value"])
     known = set(map(tuple, table[KEYS].drop_duplicates().itertuples(index=False)))
-    new = [run for run in runs if (run.method, run.task, run.seed, run.total) not in known and finished(run)]
     frames = [table] if len(table) else []
-    for run in new:
-        print(f"reading {run.method}, {run.task}, seed {run.seed}", flush=True)
-        frames.append(read_run(run))
-    if new:
+    for run in runs:
+        for seed in range(run.seed, run.seed + run.num_seeds):
+            if (key := (run.method, run.task, seed, run.total)) not in known:
+                print(f"reading {run.method}, {run.task}, seed {seed}", flush=True)
+                frames.append(read_run(run, seed, in_parts))
+                known.add(key)
+    if len(frames) > bool(len(table)):
         table = pd.concat(frames)
         order = [column for column in (*KEYS, "minutes", "step", "value", "training") if column in table]
-        table = table[order].round({"minutes": 1})
+        table = table[order].round({"minutes": 3})
         table = table.sort_values([*KEYS, "step"], ignore_index=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path, index=False, compression=dict(method="gzip", mtime=0))
@@ -121,14 +133,19 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
 # --------------------------------------------------------------------------------------------------------- figures
 
 
-def interval(values, statistic=np.mean, seed=0):
+def interval(values, seed=0):
     """95 % percentile bootstrap over runs; nan for a single run."""
     values = np.asarray(values)
     if len(values) < 2:
         return np.nan, np.nan
     rng = np.random.default_rng(seed)
-    samples = statistic(values[rng.integers(len(values), size=(REPS, len(values)))], axis=1)
+    samples = values[rng.integers(len(values), size=(REPS, len(values)))].mean(axis=1)
     return np.quantile(samples, 0.025, axis=0), np.quantile(samples, 0.975, axis=0)
+
+
+def save(figure, path):
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def plot_curves(table, methods, tasks, path):
@@ -142,27 +159,27 @@ def plot_curves(table, methods, tasks, path):
             part = of(table, method, task)
             if not len(part):
                 continue
-            lines = part.pivot(index="step", columns="seed", values="value")
+            lines = part.pivot(index="step", columns="seed", values="value").dropna()  # from the first episode of all
             steps = lines.index / 1e6
             if "training" in part:
-                training = part.groupby("step")["training"].mean()
+                training = part.groupby("step")["training"].mean()[lines.index]
                 axis.plot(steps, training, color=color, linestyle=":", label=f"{method}, training levels")
             label = f"{method}, test levels" if "training" in part else method
-            axis.plot(steps, lines.mean(axis=1), color=color, label=label)
-            if lines.shape[1] > 1:
-                low, high = interval(lines.to_numpy().T, np.nanmean)
-                axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+            if lines.shape[1] < SEEDS:
+                axis.plot(steps, lines, color=color, label=label, linewidth=1.0)
+            else:
+                axis.plot(steps, lines.mean(axis=1), color=color, label=label)
+                axis.fill_between(steps, *interval(lines.to_numpy().T), color=color, alpha=0.2, linewidth=0)
         axis.set_title(task)
         axis.set_xlabel("million steps")
-    axes[0, 0].set_ylabel("return, last 100 episodes")
+    axes[0, 0].set_ylabel("return")
     handles = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(label, handle)
     figure.set_figheight(2.9 * rows + 0.25 * -(-len(handles) // columns))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)))
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def plot_histograms(path_in, path):
@@ -178,8 +195,7 @@ def plot_histograms(path_in, path):
     axes[0].set_ylabel("share of steps")
     axes[1].legend()
     figure.suptitle(f"Advantages of {data['run']}")
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def of(rows, method, task):
@@ -210,123 +226,122 @@ def aggregate(normalized):
     return library.get_interval_estimates(normalized, function, reps=REPS)
 
 
-def plot_aggregates(points, intervals, color_of, path, title):
+def draw(axis, y, point, band, runs, color):
+    """A bar for the interval, or a dot for each run if there are too few for one."""
+    if len(runs) < SEEDS:
+        axis.plot(runs, [y] * len(runs), "o", color=color)
+    else:
+        axis.barh(y, band[1] - band[0], left=band[0], height=0.6, color=color, alpha=0.7)
+    axis.plot([point] * 2, [y - 0.3, y + 0.3], color="black")
+
+
+def plot_aggregates(normalized, points, intervals, color_of, path, title):
     figure, axes = plt.subplots(1, 4, figsize=(13, 0.5 * len(points) + 1.4), sharey=True, layout="constrained")
     names = list(points)[::-1]
     for k, (axis, metric) in enumerate(zip(axes, METRICS)):
         for y, name in enumerate(names):
-            low, high = intervals[name][:, k]
-            axis.barh(y, high - low, left=low, height=0.6, color=color_of[name], alpha=0.7)
-            axis.plot([points[name][k]] * 2, [y - 0.3, y + 0.3], color="black")
+            runs = [METRICS[metric](x[None]) for x in normalized[name]]
+            draw(axis, y, points[name][k], intervals[name][:, k], runs, color_of[name])
         axis.use_sticky_edges = False  # leaves a margin at the axis
         axis.set_title(metric)
         axis.set_yticks(range(len(names)), names)
     figure.suptitle(title)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def profile(x, thresholds):
-    """The share of runs above each threshold. This and the next function are rliable's without its Python loops,
-    which took 100 of the 120 seconds of a page."""
-    return (x[..., None] > thresholds).mean((0, 1))
+    save(figure, path)
 
 
 def probability_of_improvement(x, y):
+    """rliable's without its Python loops, which took most of the time of a page."""
     return (np.sign(x[:, None] - y[None]).mean() + 1) / 2
 
 
-def plot_profiles(normalized, color_of, path, title):
-    everything = np.concatenate([x.ravel() for x in normalized.values()])
-    thresholds = np.linspace(min(0.0, np.quantile(everything, 0.02)), max(1.2, np.quantile(everything, 0.98)), 81)
-    curves, bands = library.create_performance_profile(normalized, thresholds, custom_profile_func=profile, reps=REPS)
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for name in normalized:
-        axis.plot(thresholds, curves[name], color=color_of[name], label=name)
-        axis.fill_between(thresholds, *bands[name], color=color_of[name], alpha=0.2, linewidth=0)
-    axis.set_xlabel("normalized score")
-    axis.set_ylabel("share of runs above it")
-    axis.set_title(title)
-    axis.legend()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def improvements(normalized):
+def plot_improvements(normalized, path, title):
     """P(X > Y) of the first method against each other method."""
     first, *others = normalized
     pairs = {f"{first} over {other}": (normalized[first], normalized[other]) for other in others}
-    if not pairs:
-        return {}, {}
-    return library.get_interval_estimates(pairs, probability_of_improvement, reps=REPS)
-
-
-def plot_improvements(points, intervals, path, title):
+    points, intervals = library.get_interval_estimates(pairs, probability_of_improvement, reps=REPS)
     figure, axis = plt.subplots(figsize=(6, 0.5 * len(points) + 1.4), layout="constrained")
-    for y, name in enumerate(points):
-        low, high = np.ravel(intervals[name])
-        axis.barh(y, high - low, left=low, height=0.6, color=COLORS[0], alpha=0.7)
-        axis.plot([points[name]] * 2, [y - 0.3, y + 0.3], color="black")
+    for y, (name, both) in enumerate(pairs.items()):
+        seeds = min(map(len, both))
+        draw(axis, y, points[name], np.ravel(intervals[name]), [points[name]] * seeds, COLORS[0])
     axis.axvline(0.5, color="gray", linestyle=":")
     axis.set_xlim(0, 1)
     axis.set_yticks(range(len(points)), list(points))
     axis.set_title(title)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 # ------------------------------------------------------------------------------------------------------------ page
-
-
-def published(total: int) -> dict:
-    """(mean, low, high) by method and task. The 95 % interval is known where the authors publish every seed. Values
-    that they only plot are read from the plots."""
-    data = json.loads((RESULTS / "published.json").read_text())
-    plots, found = data["read_from_plots_approximate"], {}
-    if total == 1_000_000:
-        for method in ("VSOP", "PPO"):
-            for task, mean in plots[f"{method}_at_1_million"].items():
-                found[f"{method} at 1,000,000", task] = (mean, np.nan, np.nan)
-    for task, by_method in data["mean_over_ten_seeds"].items():
-        for method, mean in by_method.items():
-            found[method, task] = (mean, np.nan, np.nan)
-        found["RMPG", task] = found["all-actions", task]  # two names of one method
-    for task, mean in plots["PPO"].items():
-        found["PPO", task] = (mean, np.nan, np.nan)
-    for game, by_method in data["procgen_25_million"]["test_return"].items():
-        for method, mean in by_method.items():
-            found[method, game] = (mean, np.nan, np.nan)
-    for method, by_task in data["per_seed"].items():
-        for task, values in by_task.items():
-            found[method, task] = (np.mean(values), *interval(values))
-    return {(method, task.replace("Pusher-v4", "Pusher-v5")): values for (method, task), values in found.items()}
 
 
 def with_interval(mean, low, high):
     return number(mean) if np.isnan(low) else f"{number(mean)} [{number(low)}, {number(high)}]"
 
 
-def task_table(rows, methods, tasks, total):
-    theirs = published(total)
-    ours = {method.removesuffix(" as published") for method in methods}
-    columns = sorted({method for method, task in theirs if method.split(" at ")[0] in ours and task in tasks})
-    lines = []
-    for task in tasks:
-        cells = [task]
-        for method in methods:
-            values = of(rows, method, task)["final"].to_numpy()
-            cells.append(with_interval(values.mean(), *interval(values)) if len(values) else "not run")
-        for method in columns:
-            cells.append(with_interval(*theirs[method, task]) if (method, task) in theirs else "")
-        lines.append(cells)
-    return markdown(["task", *methods, *(f"published {method}" for method in columns)], lines)
+def cell(values):
+    """Of a few runs, or of a published mean, the numbers themselves."""
+    if len(values) < SEEDS:
+        return " and ".join(map(number, values)) or "not run"
+    return with_interval(np.mean(values), *interval(values))
 
 
-def aggregate_table(points, intervals):
+def claim_tables(rows, experiment, methods, total):
+    """A table for each method against the first, or against the one that it is a variant of; and one for those without
+    runs. Published values are at the same number of steps if the authors plot them, otherwise at their last."""
+    theirs, tasks, first = published(), experiment.tasks, next(iter(experiment.methods))
+    variant_of = {method: method.removesuffix(" as published") for method in experiment.methods}
+
+    def known(name, values):
+        return any((name, task) in values for task in tasks)
+
+    if not any(known(name, theirs) for name in variant_of.values()):
+        tasks = [task for task in tasks if (rows["task"] == task).any()]
+        lines = [[method, *(cell(of(rows, method, task)["final"]) for task in tasks)] for method in methods]
+        return [markdown(["method", *tasks], lines)]
+    pairs = [(variant_of[x] if x != variant_of[x] else first, x) for x in methods if x != first]
+    absent = (x for x in experiment.methods if x not in methods and known(x, theirs))
+    end, page = 25_000_000 if tasks == TASKS["procgen"] else 3_000_000, []
+    for group in (*pairs, (first, *absent)):
+        ours = [name for name in group if name in methods]
+        if not ours or (group == (first,) and pairs):
+            continue
+        names = list(dict.fromkeys(variant_of[name] for name in group))
+        now, lines = all(known(name, published(total)) for name in names), []
+        names, values = [name for name in names if known(name, theirs)], published(total) if now else theirs
+        for task in tasks:
+            if any(len(of(rows, name, task)) for name in ours):
+                cells = [cell(of(rows, name, task)["final"]) for name in ours]
+                lines.append(
+                    [task, *cells, *(cell(values[name, task]) if (name, task) in values else "" for name in names)]
+                )
+        head = ["task", *ours, *(f"{name}, published at {total if now else end:,}" for name in names)]
+        title = " against ".join(group) if len(group) < 3 else f"{first} against methods without runs"
+        page += [f"### {title}", markdown(head, lines)]
+    return page
+
+
+def aggregate_table(normalized, points, intervals):
     lines = []
     for name, values in points.items():
-        lines.append([name, *(f"{x:.2f} [{low:.2f}, {high:.2f}]" for x, low, high in zip(values, *intervals[name]))])
+        text = "{:.2f}" if len(normalized[name]) < SEEDS else "{:.2f} [{:.2f}, {:.2f}]"
+        lines.append([name, *(text.format(*numbers) for numbers in zip(values, *intervals[name]))])
     return markdown(["", *METRICS], lines)
+
+
+def authors_table(experiment):
+    """The authors' returns, normalized per task: 0 is a random policy, 1 is their PPO."""
+    random = json.loads((RESULTS / "random.json").read_text())["scores"]
+    tasks, lines = experiment.tasks, []
+    for steps in (None, 1_000_000):
+        theirs = published(steps)
+        for method in experiment.methods:
+            if all((method, task) in theirs and task in random for task in tasks):
+                zero = np.array([random[task]["mean"] for task in tasks])
+                x, one = ([np.mean(theirs[y, task]) for task in tasks] for y in (method, "PPO"))
+                x = (x - zero) / (one - zero)
+                values = (f"{metric(x[None]):.2f}" for metric in METRICS.values())
+                name = f"{method} at {steps:,}" if steps else method
+                lines.append([name, *values, f"{(x > 1).sum()} of {len(x)}"])
+    return markdown(["", *METRICS, "tasks ahead of PPO"], lines) if lines else ""
 
 
 NORMALIZATION = """Scores are normalized per task: 0 is a random policy, 1 is this repository's PPO at the same
@@ -335,104 +350,170 @@ Reacher a return of -15 is 2.7 times PPO's -5.5 and counts as better. That norma
 with the paper's figures."""
 
 
-def summarize(rows, column, title, methods, tasks, reference, folder):
-    """Aggregates over tasks with both normalizations, and figures for the first."""
+AUTHORS = """0 is a random policy and 1 is their PPO, at the end of training where the row does not say otherwise."""
+
+
+def summarize(rows, column, title, methods, tasks, reference, path):
+    """Aggregates over tasks with both normalizations, and figures for the first. `path` is how their names begin."""
     np.random.seed(0)  # rliable uses numpy's global generator
     raw = matrices(rows, column, methods, tasks)
     zero, one = (reference.loc[tasks, name].to_numpy() for name in ("random", column))
-    color_of = dict(zip(methods, COLORS))
     normalized = {method: (x - zero) / (one - zero) for method, x in raw.items()}
     points, intervals = aggregate(normalized)
-    plot_aggregates(points, intervals, color_of, folder / f"{column}_aggregates.png", f"{title}, random = 0, PPO = 1")
-    plot_profiles(normalized, color_of, folder / f"{column}_profiles.png", title)
-    page = [f"## {title.capitalize()} over all tasks", aggregate_table(points, intervals)]
-    page += [f"![aggregates]({column}_aggregates.png)", f"![performance profiles]({column}_profiles.png)"]
-    chances, intervals = improvements(normalized)
-    if chances:
-        plot_improvements(chances, intervals, folder / f"{column}_improvement.png", f"P(improvement), {title}")
-        page.append(f"![probability of improvement]({column}_improvement.png)")
+    figure, chances = Path(f"{path}.png"), Path(f"{path}_improvement.png")
+    plot_aggregates(normalized, points, intervals, dict(zip(methods, COLORS)), figure, f"{title}, random = 0, PPO = 1")
+    page = [f"![aggregates of the {title}]({figure.name})", aggregate_table(normalized, points, intervals)]
+    if len(normalized) > 1:
+        plot_improvements(normalized, chances, f"probability of improvement, {title}")
+        page.append(f"![probability of improvement]({chances.name})")
     divided = {method: x / one for method, x in raw.items()}
-    return [*page, f"The paper's normalization, {title} divided by PPO's:", aggregate_table(*aggregate(divided))]
+    page += [f"The paper's normalization, {title} divided by PPO's:", aggregate_table(divided, *aggregate(divided))]
+    return page
 
 
 def missing(rows, experiment):
     """The runs of the experiment that are not there."""
-    lines = []
+    methods = {}  # by what they lack
     for method in experiment.methods:
         tasks = {}  # by number of seeds
         for task in experiment.tasks:
             tasks.setdefault(len(of(rows, method, task)), []).append(task)
-        if list(tasks) == [0]:
-            lines.append(f"- {method}: not run")
-        elif len(tasks) > 1:
-            parts = (f"{count} seed{'s' * (count != 1)} of {', '.join(tasks[count])}" for count in sorted(tasks))
-            lines.append(f"- {method}: {'; '.join(parts)}")
-    return ["## Missing runs", "\n".join(lines)] if lines else []
+        parts = (f"{count} seed{'s' * (count != 1)} of {', '.join(tasks[count])}" for count in sorted(tasks))
+        if len(tasks) > 1 or 0 in tasks:
+            methods.setdefault("not run" if list(tasks) == [0] else "; ".join(parts), []).append(method)
+    return ["## Missing runs", "\n".join(f"- {', '.join(methods[x])}: {x}" for x in methods)] if methods else []
 
 
 def section(table, total, experiment, folder):
-    """The part of the page about runs of one length."""
+    """The figure that shows most about runs of one length, and the part of the page about them."""
     rows = scores(table)
     methods = [method for method in experiment.methods if (rows["method"] == method).any()]
     tasks = [task for task in experiment.tasks if (rows["task"] == task).any()]
     seeds = rows.groupby(["method", "task"]).size()
     many = f"{seeds.min()} to {seeds.max()} seeds" if seeds.min() < seeds.max() else f"seeds per task: {seeds.max()}"
     text = f"""{len(rows)} run{"s" * (len(rows) > 1)}, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A
-return is the mean of the last 100 episodes{" on test levels" if "training" in table else ""}; intervals are 95 %
-percentile bootstrap over seeds. Published values are the authors' after """
+return is the mean of the last 100 episodes{" on test levels" if "training" in table else ""}. Intervals are 95 %
+percentile bootstrap over seeds; of fewer than three seeds the runs are shown."""
     if "training" in table:
-        text += "25,000,000 steps with five seeds, read from their plots."
-    else:
-        text += """3,000,000 steps with ten seeds, PPO's and those at 1,000,000 steps read from their plots."""
-    if total != 3_000_000 and "training" not in table:
-        text += f""" The runs here anneal their learning rate over {total:,} steps, the published ones over
-3,000,000, also where their curve at 1,000,000 is quoted: not directly comparable."""
+        text += " Published values are the authors' with five seeds, read from their plots."
+    elif authors_table(experiment):
+        text += """ Published values are the authors' with ten seeds; those of PPO, SAC and TD3, and those at 1,000,000
+steps, are read from their plots."""
+        if total != 3_000_000:
+            text += f" On-policy runs here anneal their learning rate over {total:,} steps, theirs over 3,000,000."
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
-    page = [f"## {total:,} steps, {many}", text, task_table(rows, methods, tasks, total)]
-    page.append(f"![learning curves](curves_{total}.png)")
+    figure = f"![learning curves](curves_{total}.png)"
+    page = [f"## {total:,} steps, {many}", text, *claim_tables(rows, experiment, methods, total), figure]
     reference = references(total)
     of_ppo = [task for task in tasks if task in reference.index]
-    complete = list(matrices(rows, "final", methods, of_ppo))
-    if len(of_ppo) > 1 and complete:
-        page.append(NORMALIZATION)
-        if (longer := reference.loc[of_ppo, "length"].max()) > total:
+    shared = [task for task in of_ppo if all(len(of(rows, method, task)) for method in methods)]
+    figures, columns = [], (("final", "return", "final return"), ("area", "area", "area under the curve"))
+    for part, name in ((of_ppo, ""), (shared, "_shared"))[: 1 + (shared != of_ppo)]:
+        complete = list(matrices(rows, "final", methods, part))
+        if len(part) < 2 or not complete:
+            continue
+        page += [f"## Over {len(part)} tasks, {len(complete)} methods", NORMALIZATION]
+        if len(part) < len(experiment.tasks):
+            page.append(f"The tasks are {', '.join(part)}.")
+        if (longer := reference.loc[part, "length"].max()) > total:
             page.append(f"PPO's returns are those at {total:,} steps of runs of up to {longer:,} steps.")
-        if len(of_ppo) < len(experiment.tasks):
-            page.append(f"The following is over the tasks with a PPO run: {', '.join(of_ppo)}.")
-        if len(complete) < len(methods):
-            page.append(f"The following is for the methods with all these tasks: {', '.join(complete)}.")
-        for column, title in (("final", "final return"), ("area", "area under the curve")):
-            page += summarize(rows, column, title, methods, of_ppo, reference, folder)
-    return page + missing(rows, experiment)
+        for column, short, title in columns:
+            path = folder / f"{experiment.name}_{short}_{total}{name}"
+            found = summarize(rows, column, title, methods, part, reference, path)
+            page += found
+            figures += found[:1] * (len(complete) > 1)
+    return (figures or [figure])[0], page + missing(rows, experiment)
+
+
+def shared_seeds(table):
+    """Of each task the seeds that all its methods have."""
+    methods = table.groupby(["task", "seed"])["method"].transform("nunique")
+    return table[methods == table.groupby("task")["method"].transform("nunique")]
+
+
+def error_table(rows, methods, tasks):
+    """Means with standard errors, each task with the published means below."""
+    theirs, lines = published(), []
+    for task in tasks:
+        ours, below = [task, str(len(of(rows, methods[0], task)))], ["published", "20"]
+        for method in methods:
+            values, (mean,) = of(rows, method, task)["final"], theirs.get((method, task), [np.nan])
+            # The published means have two digits. Their standard errors are not known.
+            mark = " *" if abs(values.mean() - mean) > 2 * values.sem() + 0.005 else ""
+            ours.append(f"{number(values.mean())} ({number(values.sem())}){mark}")
+            below.append("" if np.isnan(mean) else number(mean))
+        lines += [ours, below] if any(below[2:]) else [ours]
+    return markdown(["task", "seeds", *methods], lines)
+
+
+def ranks(rows, methods, task) -> list:
+    """A rank is 1 plus the number of methods that are better by a paired t-test over seeds at p = 0.1."""
+    finals = rows[rows["task"] == task].pivot(index="seed", columns="method", values="final")
+
+    def better(x, y):
+        return finals[x].mean() > finals[y].mean() and stats.ttest_rel(finals[x], finals[y]).pvalue < 0.1
+
+    return [1 + sum(better(other, method) for other in methods) for method in methods]
+
+
+def gymnax_section(table, total, experiment, folder):
+    """The same for the JAX scripts."""
+    everything, table = scores(table), shared_seeds(table)
+    rows = scores(table)
+    methods = [method for method in experiment.methods if (rows["method"] == method).any()]
+    tasks = [task for task in experiment.tasks if all(len(of(rows, method, task)) > 1 for method in methods)]
+    if not tasks:
+        return "", [f"## {total:,} steps", "No task has two seeds of each method.", *missing(everything, experiment)]
+    plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
+    text = f"""Mean final return over seeds, with its standard error. The return of a seed is the mean of the last
+episode of each environment; the bands of the figure are 95 % percentile bootstrap over seeds. Training took
+{rows["minutes"].sum() / 60:.2f} hours of one core."""
+    if any((method, task) in published() for method in methods for task in tasks):
+        text += """ Published values are the authors' means. Where ours differs by more than two standard errors it has
+a *; the standard errors of theirs are not known."""
+    by_task = np.array([ranks(rows, methods, task) for task in tasks])
+    head = ["method", *tasks, "mean"]
+    lines = [[name, *map(str, column), f"{column.mean():.2f}"] for name, column in zip(methods, by_task.T)]
+    theirs = json.loads((RESULTS / "published.json").read_text())["gymnax"]
+    if experiment.name in theirs["steps"]:
+        head.append(f"published mean, {theirs['steps'][experiment.name]:,} steps")
+        for line in lines:
+            line.append(f"{theirs['mean_rank'][experiment.name][line[0]]:.2f}")
+    page = [f"## {total:,} steps", text, error_table(rows, methods, tasks), "## Ranks"]
+    page.append("""As in the paper, a rank is 1 plus the number of methods that are better by a paired t-test over seeds
+at p = 0.1. Methods that do not differ share a rank.""")
+    page.append(markdown(head, lines))
+    return f"![learning curves](curves_{total}.png)", page + missing(everything, experiment)
 
 
 def main(args):
     experiment = load_experiment(args.experiment)
     folder = (RESULTS if args.committed else args.folder / "report") / experiment.name
-    lengths = {}  # of the runs that are there, with the highest seed of each
-    for path in args.folder.glob("*__*__[0-9]*__[0-9]*"):
-        *_, seed, total = path.name.split("__")
-        lengths[int(total)] = max(lengths.get(int(total), 1), int(seed))
-    runs = []
-    for total, seeds in sorted(lengths.items()):
-        runs += [run for run in grid(experiment, seeds, total, args.folder) if finished(run)]
-    table = update_table(folder / "curves.csv.gz", runs)
+    runs = find_runs(experiment, args.folder)
+    table = update_table(folder / "curves.csv.gz", runs, in_parts=bool(experiment.seeds_per_run))
     if not len(table):
         fail(f"there are no finished runs of {experiment.name} in {args.folder}, and no table in {folder}")
     for run in runs:
         if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method:
             save_histograms(folder / "histograms.json", run)
             break
-    command = f"python benchmark/report.py {args.experiment}{' --committed' * args.committed}"
-    page = [f"# {experiment.name}", f"Made with `{command}` from `curves.csv.gz`."]
+    parts = []
     for total in table["total"].value_counts().index:  # the length of most runs first
-        page += section(table[table["total"] == total], int(total), experiment, folder)
+        part = gymnax_section if experiment.seeds_per_run else section
+        parts.append(part(table[table["total"] == total], int(total), experiment, folder))
+    notes = (folder / "notes.md").read_text().strip() if (folder / "notes.md").exists() else ""
+    opening, heading, rest = f"\n{notes}".partition("\n## ")
+    command = f"python benchmark/report.py {args.experiment}{' --committed' * args.committed}"
+    page = [f"# {TITLES.get(experiment.name, experiment.name)}", parts[0][0], opening.strip()]
+    page.append(f"Made with `{command}` from `curves.csv.gz`.")
+    page += [paragraph for _, part in parts for paragraph in part if paragraph != parts[0][0]]
+    if authors := authors_table(experiment):
+        page += ["## The authors' returns on the same scale", AUTHORS, authors]
     if (folder / "histograms.json").exists():
-        plot_histograms(folder / "histograms.json", folder / "histograms.png")
-        page += ["## Advantages before and after the ReLU", "![histograms of advantages](histograms.png)"]
-    if (folder / "notes.md").exists():
-        page.append((folder / "notes.md").read_text().strip())
-    (folder / "README.md").write_text("\n\n".join(page) + "\n")
+        plot_histograms(folder / "histograms.json", folder / "advantage_histograms.png")
+        page += ["## Advantages before and after the ReLU", "![advantage histograms](advantage_histograms.png)"]
+    page.append((heading + rest).strip())
+    (folder / "README.md").write_text("\n\n".join(filter(None, page)) + "\n")
     print(f"wrote {folder / 'README.md'}")
 
 

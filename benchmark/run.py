@@ -2,8 +2,10 @@
 
     python benchmark/run.py baselines --seeds 3 --total-timesteps 1000000
     python benchmark/run.py timelimit --methods VSOP "VSOP as published" --tasks Hopper-v4
+    python benchmark/run.py classic --tasks Pendulum-v1 --seeds 100
 
 An experiment is a file in benchmark/experiments/ with tasks and command lines. Change it, or pass the path of your own.
+With `seeds_per_run` in the file, a run trains that many seeds in one process: the JAX scripts do.
 Each run is an ordinary command in its own folder under --folder; log.txt there shows the command. Ray schedules one run
 per core (or per share of a GPU) on this machine, or with --address on a cluster that shares the folder. Run the same
 command again to resume: finished runs are skipped.
@@ -31,15 +33,19 @@ class Experiment(NamedTuple):
     name: str
     tasks: list
     methods: dict  # name: command line
+    seeds: int = 3
+    total_timesteps: int = 3_000_000
+    seeds_per_run: int = 0  # 0: the scripts train one seed and have no --num-seeds
 
 
 class Run(NamedTuple):
     method: str
     task: str
-    seed: int
+    seed: int  # the first
     command: list
     folder: Path
-    total: int
+    total: int  # steps of each seed
+    num_seeds: int = 1
 
 
 def share(text: str) -> float:
@@ -52,8 +58,8 @@ def parse():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("experiment", help="name of a file in benchmark/experiments/, or the path of your own")
-    add("--seeds", type=positive, default=3, metavar="N", help="seeds 1 to N (default: 3)")
-    add("--total-timesteps", type=positive, default=3_000_000, help="steps of each run (default: 3000000)")
+    add("--seeds", type=positive, metavar="N", help="seeds 1 to N (default: the experiment's, or 3)")
+    add("--total-timesteps", type=positive, help="steps of each seed (default: the experiment's, or 3000000)")
     add("--tasks", nargs="+", default=(), help="only these tasks of the experiment")
     add("--methods", nargs="+", default=(), help="only these methods of the experiment")
     add("--folder", type=Path, default=FOLDER, help=f"folder of the runs, which experiments share (default: {FOLDER})")
@@ -79,9 +85,13 @@ def load_experiment(name: str) -> Experiment:
                 raise ValueError(f"method {method!r} must be a command line, got {line!r}")
             if not (ROOT / shlex.split(line)[0]).is_file():
                 raise ValueError(f"method {method!r}: there is no script {shlex.split(line)[0]}")
+        numbers = {name: content[name] for name in ("seeds", "total_timesteps", "seeds_per_run") if name in content}
+        for name, x in numbers.items():
+            if type(x) is not int or x < 1:
+                raise ValueError(f"{name} must be a positive integer, got {x!r}")
     except (KeyError, TypeError, ValueError) as error:
         fail(f"{path}: {'missing ' * isinstance(error, KeyError)}{error}")
-    return Experiment(path.stem, tasks, methods)
+    return Experiment(path.stem, tasks, methods, **numbers)
 
 
 def select(wanted, known, what):
@@ -91,18 +101,36 @@ def select(wanted, known, what):
     return [name for name in known if name in wanted] if wanted else list(known)
 
 
+def folder_name(task: str, line: str, seed, total) -> str:
+    method = re.sub(r"[^\w.=*-]+", "_", line.replace(".py", "").replace(" --", "__"))
+    return f"{task.replace('/', '-')}__{method}__{seed}__{total}"
+
+
 def grid(experiment: Experiment, seeds: int, total: int, folder: Path, tasks=(), methods=()) -> list:
     """Seed by seed, so that an unfinished grid can be compared."""
-    runs = []
-    for seed in range(1, seeds + 1):
+    runs, block = [], experiment.seeds_per_run or 1
+    for seed in range(1, seeds + 1, block):
+        count = min(block, seeds + 1 - seed)
         for task in select(tasks, experiment.tasks, "tasks"):
             for method in select(methods, experiment.methods, "methods"):
-                line = experiment.methods[method]
+                line = experiment.methods[method] + f" --num-seeds {count}" * bool(experiment.seeds_per_run)
                 script, *flags = shlex.split(line)
                 own = ["--env-id", task, "--seed", str(seed), "--total-timesteps", str(total)]
-                name = re.sub(r"[^\w.=-]+", "_", line.replace(".py", "").replace(" --", "__"))
-                path = folder.resolve() / f"{task.replace('/', '-')}__{name}__{seed}__{total}"
-                runs.append(Run(method, task, seed, [str(ROOT / script), *flags, *own], path, total))
+                path = folder.resolve() / folder_name(task, line, seed, total)
+                runs.append(Run(method, task, seed, [str(ROOT / script), *flags, *own], path, total, count))
+    return runs
+
+
+def find_runs(experiment, folder) -> list:
+    """The finished runs of the experiment, of any length."""
+    runs = []
+    for method, line in experiment.methods.items():
+        for task in experiment.tasks:
+            name = folder_name(task, line + " --num-seeds *" * bool(experiment.seeds_per_run), "[0-9]*", "[0-9]*")
+            for path in sorted(folder.glob(f"{name}/finished")):
+                *_, flags, seed, total = path.parent.name.split("__")
+                count = int(flags.rpartition("_")[2]) if experiment.seeds_per_run else 1
+                runs.append(Run(method, task, int(seed), [], path.parent, int(total), count))
     return runs
 
 
@@ -114,10 +142,10 @@ PROGRESS = re.compile(r"^step (\d+)/", re.M)
 
 
 def steps_done(run: Run) -> int:
-    """From the lines that a script prints every half minute."""
+    """Of all seeds, from the lines that a script prints every half minute."""
     path = run.folder / "log.txt"
     if finished(run) or not path.exists():
-        return run.total * finished(run)
+        return run.total * run.num_seeds * finished(run)
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4000))
         found = PROGRESS.findall(file.read().decode(errors="replace"))
@@ -130,7 +158,7 @@ class Display:
     def __init__(self, runs: list):
         self.runs, self.start, self.next_line = runs, time.time(), time.time() + 60
         self.initial = sum(map(steps_done, runs))
-        total = sum(run.total for run in runs)
+        total = sum(run.total * run.num_seeds for run in runs)
         options = dict(unit="step", unit_scale=True, disable=not sys.stdout.isatty(), file=sys.stdout)
         self.bar = tqdm(total=total, initial=self.initial, **options)
 
@@ -170,7 +198,8 @@ def start_ray(args):
 def main():
     args = parse()
     experiment = load_experiment(args.experiment)
-    runs = grid(experiment, args.seeds, args.total_timesteps, args.folder, args.tasks, args.methods)
+    seeds, total = args.seeds or experiment.seeds, args.total_timesteps or experiment.total_timesteps
+    runs = grid(experiment, seeds, total, args.folder, args.tasks, args.methods)
     todo = [run for run in runs if not finished(run)]
     args.folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(runs)} runs in {args.folder}, {len(runs) - len(todo)} already finished", flush=True)
@@ -179,9 +208,9 @@ def main():
     ray = start_ray(args)
     received = catch_signals(interrupt)
     remote = ray.remote(num_cpus=1, num_gpus=args.gpus_per_run, max_retries=ATTEMPTS)(execute)
-    device = "--cuda" if args.gpus_per_run else "--no-cuda"
+    device = ["--cuda" if args.gpus_per_run else "--no-cuda"] * (not experiment.seeds_per_run)  # JAX needs no flag
     display, failures = Display(runs), []
-    waiting = {remote.remote([*run.command, device], run.folder): run for run in todo}
+    waiting = {remote.remote([*run.command, *device], run.folder): run for run in todo}
     try:
         while waiting:
             ready, _ = ray.wait(list(waiting), timeout=5.0)

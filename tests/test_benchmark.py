@@ -17,11 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import tyro
-from conftest import ROOT, alive, cli_args, wait_for
-from rliable import library, metrics
+from conftest import ROOT, alive, cli_args, scalars, wait_for
+from rliable import metrics
+from scipy import stats
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import common
+import off_policy
 import report
 import run as runner
 
@@ -35,10 +37,16 @@ FAKE = "tests/fake_script.py"
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_commands_of_the_experiments_are_legal(name):
     experiment = runner.load_experiment(name)
-    assert len(experiment.tasks) == (16 if name == "procgen" else 10)
+    assert len(experiment.tasks) == dict(procgen=16, classic=4, minatar=4).get(name, 10)
+    if experiment.seeds_per_run:
+        pytest.importorskip("gymnax")
     for command in experiment.methods.values():
         script, *flags = shlex.split(command)
-        tyro.cli(cli_args(script.removesuffix(".py")), args=[*flags, "--env-id", experiment.tasks[0], "--seed", "3"])
+        flags += ["--env-id", experiment.tasks[0], "--seed", "3"]
+        if script == "benchmark/off_policy.py":
+            off_policy.parse(flags)
+        else:
+            tyro.cli(cli_args(script.removesuffix(".py")), args=flags)
 
 
 def test_parallel_rollouts_have_the_same_size():
@@ -52,9 +60,18 @@ def test_experiments_share_runs(tmp_path):
         runs = runner.grid(runner.load_experiment(name), seeds, total, tmp_path, **options)
         return {run.folder for run in runs}
 
-    assert len(folders("baselines")) == 100
+    assert len(folders("baselines")) == 140
     assert len(folders("baselines", methods=("VSOP",)) & folders("timelimit")) == 20
     assert not folders("baselines", total=10) & folders("baselines", total=20)
+
+
+def test_seeds_in_blocks(tmp_path):
+    """The last block may be smaller. Names are those of runs that exist already."""
+    runs = runner.grid(runner.load_experiment("minatar"), 5, 1_000_000, tmp_path, ["Breakout-MinAtar"], ["VSOP"])
+    own = "--env-id Breakout-MinAtar --seed 3 --total-timesteps 1000000"
+    assert runs[1].command == [str(ROOT / "vsop_gymnax.py"), "--num-seeds", "2", *own.split()]
+    names = [f"Breakout-MinAtar__vsop_gymnax__num-seeds_{block}__1000000" for block in ("2__1", "2__3", "1__5")]
+    assert [run.folder.name for run in runs] == names
 
 
 # ------------------------------------------------------------------------------------------------------------ runs
@@ -101,6 +118,12 @@ def start(experiment, *options):
     return subprocess.Popen(line, cwd=experiment.parent, env=env, preexec_fn=in_background, **pipes)
 
 
+def report_of(experiment) -> str:
+    line = [sys.executable, str(ROOT / "benchmark" / "report.py"), str(experiment), "--folder", "grid"]
+    subprocess.run(line, cwd=experiment.parent, check=True, capture_output=True)
+    return (experiment.parent / "grid" / "report" / experiment.stem / "README.md").read_text()
+
+
 def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
     """No run is left behind, none starts again from the beginning, finished runs are skipped."""
     steps = 3000
@@ -133,9 +156,28 @@ def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
     out, _ = start(experiment, *options).communicate(timeout=60)
     assert "2 already finished" in out
 
-    report_line = [sys.executable, str(ROOT / "benchmark" / "report.py"), str(experiment), "--folder", "grid"]
-    subprocess.run(report_line, cwd=tmp_path, check=True, capture_output=True)
-    assert "| T | 0.50 | 1.00 |" in (tmp_path / "grid" / "report" / "tiny" / "README.md").read_text()
+    page = report_of(experiment)
+    assert "| A | 0.50 |" in page and "| B | 1.00 |" in page
+
+
+def test_a_run_of_several_seeds(experiment, tmp_path):
+    """The experiment's own seeds and steps, in blocks; resumed after a signal; reported seed by seed."""
+    text = experiment.read_text()
+    experiment.write_text("seeds = 3\ntotal_timesteps = 2000\nseeds_per_run = 2\n" + text)
+    process = start(experiment, "--jobs", 4)
+    wait_for(lambda: len(list(tmp_path.glob("grid/*/runs/*/checkpoint.npz"))) == 4)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=40)[0].startswith("4 runs") and process.returncode == 143
+    (tmp_path / "fast").touch()
+    out, errors = start(experiment).communicate(timeout=120)
+    assert "4 of 4 runs finished" in out and len(list(tmp_path.glob("grid/*/runs/*"))) == 4, errors
+    assert all("step 4000/4000" in log.read_text() for log in tmp_path.glob("grid/*__num-seeds_2__1__2000/log.txt"))
+    page = report_of(experiment)
+    assert "| T | 3 | 0.50 (0.00) | 1.00 (0.00) |" in page
+    assert "| A | 2 | 2.00 |" in page and "| B | 1 | 1.00 |" in page
+    table = pd.read_csv(tmp_path / "grid" / "report" / "tiny" / "curves.csv.gz")
+    finals = table[table["method"] == "A"].groupby("seed")["value"].last()
+    assert finals.to_dict() == {1: 0.501, 2: 0.502, 3: 0.503}
 
 
 @pytest.mark.slow
@@ -201,7 +243,7 @@ def refused(monkeypatch, capsys, main, *arguments) -> str:
 
 
 @pytest.mark.parametrize("options", [
-    "--tasks Hoper-v4", "--methods SAC", "--address 127.0.0.1:1", "--jobs 0", "--seeds x", "--total-timesteps inf",
+    "--tasks Hoper-v4", "--methods DQN", "--address 127.0.0.1:1", "--jobs 0", "--seeds x", "--total-timesteps inf",
     "--gpus-per-run nan", "--gpus-per-run 2", "--nothing 1",
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(options, tmp_path, monkeypatch, capsys):
@@ -212,7 +254,8 @@ def test_a_bad_flag_is_one_line(options, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("text", [
     "A=5", 'tasks = "x', 'tasks = "x"\n[methods]\nA = "vsop_continuous.py"', 'tasks = "mujoco"\n[methods]\nA = 5',
     'tasks = "mujoco"\n[methods]\nA = "vsop_continuous.py \'"', 'tasks = "mujoco"\n[methods]\nA = "nothing.py"',
-    'tasks = "mujoco"\nmethods = 3', "tasks = [1]\n[methods]",
+    'tasks = "mujoco"\nmethods = 3', "tasks = [1]\n[methods]", 'tasks = ["T"]\nseeds = 0\n[methods]',
+    'tasks = ["T"]\nseeds_per_run = "2"\n[methods]',
 ])  # fmt: skip
 def test_a_bad_experiment_is_one_line(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.toml").write_text(text)
@@ -268,14 +311,11 @@ def test_interval_covers_the_mean():
     assert all(np.isnan(report.interval([1.0])))
 
 
-def test_profile_and_probability_are_those_of_rliable():
+def test_probability_of_improvement_is_that_of_rliable():
     rng = np.random.default_rng(0)
     x, y = rng.integers(5, size=(3, 4)), rng.integers(5, size=(2, 4))  # integers, so that there are ties
     y[:, 3] = x[0, 3]
-    thresholds = np.linspace(-1, 5, 13)
-    np.testing.assert_allclose(report.profile(x, thresholds), library.score_distributions(x, thresholds))
-    expected = metrics.probability_of_improvement(x, y)
-    assert report.probability_of_improvement(x, y) == pytest.approx(expected)
+    assert report.probability_of_improvement(x, y) == pytest.approx(metrics.probability_of_improvement(x, y))
 
 
 def test_scores():
@@ -288,6 +328,36 @@ def test_scores():
     found = report.matrices(rows, "final", ["PPO", "VSOP"], ["Hopper-v4"])
     np.testing.assert_array_equal(found["PPO"], [[3.0], [7.0]])
     assert "VSOP" not in found
+
+
+def rows_of(finals: dict, task="T"):
+    """A table of scores: the final returns of each method by seed."""
+    rows = [(method, task, seed, x) for method, values in finals.items() for seed, x in enumerate(values, 1)]
+    return pd.DataFrame(rows, columns=["method", "task", "seed", "final"])
+
+
+def test_ranks():
+    """Differences count seed by seed. Ties share a rank, and the next one counts all of them."""
+    luck = np.array([0.0, 50.0, -50.0, 20.0])  # of a seed, the same for all methods: only paired tests see past it
+    finals = dict(A=luck, B=luck + [0.1, -0.1, 0.1, -0.1], C=luck - [2.0, 2.1, 1.9, 2.0], D=luck - [9.0, 8.8, 9.1, 9.0])
+    assert report.ranks(rows_of(finals), list("ABCD"), "T") == [1, 1, 3, 4]
+    assert report.ranks(rows_of(finals), list("DCA"), "T") == [3, 2, 1]
+    assert report.ranks(rows_of(dict(A=luck, B=luck)), list("AB"), "T") == [1, 1]
+
+
+def test_what_differs_from_the_published_means_is_marked(monkeypatch):
+    monkeypatch.setattr(report, "published", lambda: {("A", "T"): [10.0], ("B", "T"): [10.0]})
+    table = report.error_table(rows_of(dict(A=[11.0, 13.0], B=[12.0, 14.0], C=[1.0, 1.0])), list("ABC"), ["T"])
+    assert table.splitlines()[2:] == [
+        "| T | 2 | 12.0 (1.00) | 13.0 (1.00) * | 1.00 (0.00) |", "| published | 20 | 10.0 | 10.0 |  |",
+    ]  # fmt: skip
+
+
+def test_methods_are_compared_on_the_seeds_that_all_have():
+    rows = rows_of(dict(A=[1.0, 2.0, 3.0], B=[4.0, 5.0]))
+    other = rows_of(dict(A=[1.0, 2.0, 3.0]), task="U")
+    shared = report.shared_seeds(pd.concat([rows, other]))
+    assert shared.groupby(["task", "method"]).size().to_dict() == {("T", "A"): 2, ("T", "B"): 2, ("U", "A"): 3}
 
 
 def test_ppo_is_read_at_the_number_of_steps(tmp_path, monkeypatch):
@@ -314,25 +384,63 @@ def test_committed_runs_have_ppo_on_all_tasks():
         assert set(common.TASKS["mujoco"]) <= set(common.references(steps).index)
 
 
-def test_a_method_without_all_tasks_does_not_remove_them_from_the_others(tmp_path, monkeypatch):
-    tasks = ["Hopper-v4", "Reacher-v4"]
+def test_a_method_without_all_tasks_is_compared_on_those_it_has(tmp_path, monkeypatch):
+    tasks = ["Hopper-v4", "Reacher-v4", "Swimmer-v4"]
     runs = [(method, task) for method in ("VSOP", "PPO", "A3C") for task in tasks][:-1]
     columns = dict(seed=1, total=100, minutes=1.0, step=100, value=1.0)
     table = pd.DataFrame([dict(method=method, task=task) | columns for method, task in runs])
     monkeypatch.setattr(report, "REPS", 10)
     reference = pd.DataFrame(dict(random=0.0, final=1.0, area=1.0, length=100), index=tasks)
     monkeypatch.setattr(report, "references", lambda total: reference)
-    page = report.section(table, 100, runner.load_experiment("baselines"), tmp_path)
-    aggregates = page[page.index("## Final return over all tasks") + 1]
-    assert "| VSOP | 1.00" in aggregates and "| PPO | 1.00" in aggregates and "A3C" not in aggregates
+    figure, page = report.section(table, 100, runner.load_experiment("baselines"), tmp_path)
+    parts = "\n".join(page).split("\n## ")
+    for tasks, methods in ((3, ("VSOP", "PPO")), (2, ("VSOP", "PPO", "A3C"))):
+        (part,) = (part for part in parts if part.startswith(f"Over {tasks} tasks, {len(methods)} methods"))
+        assert all((f"| {method} | 1.00" in part) == (method in methods) for method in ("VSOP", "PPO", "A3C"))
+    assert figure == "![aggregates of the final return](baselines_return_100.png)"
     for image in re.findall(r"\]\((\w+\.png)\)", "\n".join(page)):
         assert (tmp_path / image).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["baselines", "mechanisms"])
 def test_every_method_has_a_published_value_for_every_task(name):
-    experiment, published = runner.load_experiment(name), report.published(1_000_000)
-    assert not {(m, t) for m in experiment.methods for t in experiment.tasks} - set(published)
+    experiment = runner.load_experiment(name)
+    assert not {(m, t) for m in experiment.methods for t in experiment.tasks} - set(common.published())
+
+
+def test_the_authors_own_aggregate():
+    """0 is a random policy, 1 is their PPO; the interquartile mean leaves out a quarter of the tasks at each end."""
+    random, theirs = json.loads((common.RESULTS / "random.json").read_text())["scores"], common.published(1_000_000)
+    x = []
+    for task in common.TASKS["mujoco"]:
+        zero, (vsop,), (ppo,) = random[task]["mean"], theirs["VSOP", task], theirs["PPO", task]
+        x.append((vsop - zero) / (ppo - zero))
+    row = f"| {np.median(x):.2f} | {stats.trim_mean(x, 0.25):.2f} | {np.mean(x):.2f} |"
+    table = report.authors_table(runner.load_experiment("baselines"))
+    assert f"| VSOP at 1,000,000 {row}" in table and f"| {sum(y > 1 for y in x)} of 10 |" in table
+    assert report.authors_table(runner.load_experiment("classic")) == ""  # no random policy was measured there
+
+
+def test_tables_of_claims():
+    """Ours beside the published values of the same length. Of fewer than three seeds the runs are shown."""
+    experiment = runner.Experiment("x", ["Own-v0", "Hopper-v4"], dict.fromkeys(("VSOP", "PPO", "A3C", "SAC"), "x.py"))
+    rows = rows_of(dict(VSOP=[1.0, 2.0], PPO=[5.0, 5.0, 5.0], A3C=[7.0]), task="Hopper-v4")
+    page = report.claim_tables(rows, experiment, ["VSOP", "PPO", "A3C"], 1_000_000)
+    assert page[::2] == [f"### VSOP against {name}" for name in ("PPO", "A3C", "SAC")]
+    head, _, *lines = page[1].splitlines()
+    assert head == "| task | VSOP | PPO | VSOP, published at 1,000,000 | PPO, published at 1,000,000 |"
+    assert lines == ["| Hopper-v4 | 1.00 and 2.00 | 5.00 [5.00, 5.00] | 1,700 | 2,200 |"]
+    assert page[3].splitlines()[2] == "| Hopper-v4 | 1.00 and 2.00 | 7.00 | 1,827 | 962 [732, 1,202] |"
+    assert page[5].splitlines()[0] == "| task | VSOP | VSOP, published at 3,000,000 | SAC, published at 3,000,000 |"
+
+
+def test_variants_are_compared_with_their_method():
+    experiment = runner.load_experiment("timelimit")
+    rows = rows_of({method: [1.0] for method in experiment.methods}, task="Hopper-v4")
+    page = report.claim_tables(rows, experiment, list(experiment.methods), 1_000_000)
+    pairs = [("VSOP", "VSOP as published"), ("VSOP", "PPO"), ("PPO", "PPO as published")]
+    assert page[::2] == [f"### {first} against {second}" for first, second in pairs]
+    assert page[1].splitlines()[2] == "| Hopper-v4 | 1.00 | 1.00 | 1,700 |"
 
 
 def test_histograms_contain_the_advantages(tmp_path):
@@ -355,6 +463,18 @@ def test_histograms_contain_the_advantages(tmp_path):
             np.testing.assert_allclose(np.cumsum(row["shares"]), np.cumsum(counts) / 20_000, atol=0.02)
 
 
+def test_notes_come_after_the_figure_and_what_has_a_heading_after_the_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.plt.Figure, "savefig", lambda *args: None)
+    folder = tmp_path / "report" / "procgen"
+    folder.mkdir(parents=True)
+    (folder / "curves.csv.gz").write_bytes((common.RESULTS / "procgen" / "curves.csv.gz").read_bytes())
+    (folder / "notes.md").write_text("It is good.\n\n## Details\n\nMore.\n")
+    report.main(SimpleNamespace(experiment="procgen", folder=tmp_path, committed=False))
+    page = (folder / "README.md").read_text()
+    assert re.match(r"# ProcGen\n\n!\[.*\]\(\w+\.png\)\n\nIt is good\.\n\n", page)
+    assert page.endswith("\n\n## Details\n\nMore.\n") and page.count(".png") == 1
+
+
 def numbers_of(path):
     return [line for line in path.read_text().splitlines() if line.startswith("|")]
 
@@ -364,10 +484,42 @@ def test_the_committed_page_has_the_numbers_of_the_committed_table(name, tmp_pat
     committed = ROOT / "benchmark" / "results" / name
     monkeypatch.setattr(report.plt.Figure, "savefig", lambda *args: None)
     (tmp_path / "report" / name).mkdir(parents=True)
-    (tmp_path / "report" / name / "curves.csv.gz").write_bytes((committed / "curves.csv.gz").read_bytes())
+    for file in ("curves.csv.gz", "notes.md"):
+        (tmp_path / "report" / name / file).write_bytes((committed / file).read_bytes())
     report.main(SimpleNamespace(experiment=name, folder=tmp_path, committed=False))
     found = numbers_of(tmp_path / "report" / name / "README.md")
-    assert found == numbers_of(committed / "README.md")[: len(found)] and len(found) > 2
+    assert found == numbers_of(committed / "README.md") and len(found) > 2
+
+
+# ------------------------------------------------------------------------------------------------------ off-policy
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_off_policy_baselines_log_what_the_scripts_log(algorithm, tmp_path, monkeypatch):
+    settings = {"sac": off_policy.SAC_SETTINGS, "td3": off_policy.TD3_SETTINGS}[algorithm]
+    monkeypatch.setitem(settings, "learning_starts", 400)
+    monkeypatch.setitem(off_policy.SHARED, "batch_size", 8)
+    models, make_model = [], off_policy.make_model
+    monkeypatch.setattr(off_policy, "make_model", lambda *args: models.append(make_model(*args)) or models[0])
+    monkeypatch.chdir(tmp_path)
+    line = f"off_policy.py --algorithm {algorithm} --env-id Pendulum-v1 --seed 7 --total-timesteps 500 --no-cuda"
+    monkeypatch.setattr(sys, "argv", line.split())
+    off_policy.main()
+    found, _ = scalars(tmp_path)
+    assert [step for step, _ in found["charts/episodic_return"]] == [200, 400]
+    assert all(-2000 < x < 0 for _, x in found["charts/episodic_return"])
+    for tag in ("charts/SPS", "losses/actor_loss", "losses/critic_loss"):
+        assert found[tag][-1][0] == 500 and np.isfinite(found[tag][-1][1])
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in (models[0].actor.optimizer, models[0].critic.optimizer)]
+    assert rates == ([3e-4, 1e-3] if algorithm == "sac" else [3e-4, 3e-4])
+    assert (256, 256) in [tuple(x.shape) for x in models[0].actor.parameters()]
+
+
+@pytest.mark.parametrize("options", ["", "--algorithm ddpg", "--algorithm sac --seed -1", "--algorithm sac --env-id X"])
+def test_a_bad_flag_of_the_off_policy_baselines_is_one_line(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (options or "--algorithm").split()[-2:][0] in refused(monkeypatch, capsys, off_policy.main, *options.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_of_the_random_policy_measures_nothing():
