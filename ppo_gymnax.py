@@ -430,8 +430,9 @@ def run(args: RunArgs, env, run_dir: Path):
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
+        wandb.tensorboard.patch(root_logdir=str(run_dir))  # each seed has a folder below it
         try:
-            wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
+            wandb.init(**where, resume="allow", config=asdict(args), save_code=True)
         except wandb.errors.Error as error:
             fail(f"--track: {error} (WANDB_MODE=offline needs no account)")
     for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
