@@ -34,6 +34,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections import namedtuple
 from contextlib import redirect_stdout
@@ -246,7 +247,7 @@ def init(seed, env, args) -> dict:
     """All there is to the training of one seed, as a pytree."""
     key, key_envs, key_actor, key_critic = random.split(random.PRNGKey(seed), 4)
     obs, env_state = jax.vmap(env.reset)(random.split(key_envs, args.num_envs))
-    obs, space = obs.reshape(args.num_envs, -1), env.action_space(env.default_params)
+    obs, space = obs.reshape(args.num_envs, -1), env.action_space()
     action_dim = space.n if isinstance(space, Discrete) else space.shape[0]
     sizes, zeros = (obs.shape[1], args.width, args.width), jnp.zeros(obs.shape[1])
     envs = dict(state=env_state, obs=obs, obs_stats=(0.0, zeros, zeros), return_stats=(0.0, 0.0, 0.0))
@@ -286,8 +287,8 @@ def update(state, env, args):
     orders = (orders % 2**bits).reshape(args.update_epochs * args.num_minibatches, -1)
     xs = (orders, random.split(key_masks, len(orders)))
     (params, opt_state), stats = jax.lax.scan(step, (params, state["opt_state"]), xs)
-    stats = {name: x.mean() for name, x in stats.items()} | dict(learning_rate=lr)
-    stats["explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
+    stats = {f"losses/{name}": x.mean() for name, x in stats.items()} | {"charts/learning_rate": lr}
+    stats["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
     return dict(iteration=state["iteration"] + 1, key=key, envs=envs, params=params, opt_state=opt_state), stats
 
 
@@ -307,41 +308,27 @@ def learn(states, count, env, args):
 class RunArgs(Args):
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     checkpoint_every: int = 100_000  # steps of a seed between checkpoints; SIGTERM and Ctrl-C leave one as well
-    resume: Path | None = None  # continue the run in this folder; --total-timesteps extends it
+    resume: Path | None = None  # resume the run in this folder with its saved arguments; --total-timesteps extends it
     track: bool = False  # track the run with Weights & Biases
     wandb_project_name: str = "vsop"  # W&B project
     wandb_entity: str | None = None  # W&B user or team
 
 
 def fail(message: str, code: int = 2):
-    print(f"error: {message}", file=sys.stderr)
+    print("error: " + message.partition("\n")[0], file=sys.stderr)
     sys.exit(code)
 
 
-def check_args(args: RunArgs):
-    for name, x in asdict(args).items():
-        low = 1 if type(x) is int and name != "seed" else 0
-        high = 1 if name in ("gamma", "gae_lambda", "dropout_rate") else 2**62
-        if type(x) in (int, float) and not low <= x <= high:
-            fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
-    if args.seed + args.num_seeds > 2**31 or args.dropout_rate == 1:
-        fail("seeds must be below 2^31, and --dropout-rate below 1")
-    if args.batch_size % args.num_minibatches:
-        fail(f"a rollout of {args.batch_size} steps cannot be split into {args.num_minibatches} equal minibatches")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
-
-
 class BraxEnv:
-    """A task of Brax behind the interface of Gymnax. A reset costs as much as many steps: as in Brax's own training, an
+    """A task of Brax with the interface of Gymnax. A reset costs as much as many steps: as in Brax's own training, an
     environment starts all its episodes alike."""
 
     def __init__(self, name):
         with redirect_stdout(None):  # it prints which optional packages it lacks
             from brax import envs
-        self.env, self.default_params = envs.create(name, auto_reset=False), None  # with a time limit of 1,000 steps
+        self.env = envs.create(name, auto_reset=False)  # with a time limit of 1,000 steps
 
-    def action_space(self, params):
+    def action_space(self):
         return Box(-1.0, 1.0, (self.env.action_size,))
 
     def reset(self, key):
@@ -357,43 +344,37 @@ class BraxEnv:
 
 
 def make_env(env_id: str):
-    """Exits with one line if this script cannot train on the task."""
     try:
         env = BraxEnv(env_id.removeprefix("brax/")) if env_id.startswith("brax/") else gymnax.make(env_id)[0]
-        space = env.action_space(env.default_params)
+        space = env.action_space()
     except Exception as error:  # a task may raise anything
-        fail(f"cannot make {env_id}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        fail(f"cannot make {env_id}: {type(error).__name__}: {error}")
     if not isinstance(space, Discrete) and not (isinstance(space, Box) and len(space.shape) == 1):
         fail(f"{env_id} has actions {space}, this script needs Discrete ones or a Box with one dimension")
     return env
 
 
-def leaf_name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def write(path: Path, tree, args: RunArgs, **meta):
     """The arrays of a tree by name, and the rest as JSON. Atomic: an interruption leaves the previous file."""
     meta |= dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None))
-    arrays = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-    with open(path.with_suffix(".part"), "wb") as file:
+    leaves = jax.tree.leaves_with_path(tree)
+    arrays = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
         np.savez(file, meta=json.dumps(meta), **arrays)
-    path.with_suffix(".part").replace(path)
-
-
-def save_policy(path: Path, state: dict, args: RunArgs):
-    """Everything needed to act: the actor with the spectral norm folded in, and the scaling of observations."""
-    params, (_, mean, var) = state["params"], state["envs"]["obs_stats"]
-    policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
-    write(path, policy | (dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8)) if args.norm_obs else {}), args)
+    part.replace(path)
 
 
 def save_checkpoint(run_dir: Path, states: dict, seconds: float, writers: list, args: RunArgs):
-    """Everything needed to continue as if nothing had happened, and the policies."""
+    """Everything needed to continue as if nothing had happened and, for each seed, everything needed to act."""
     states = jax.device_get(states)
     for i, writer in enumerate(writers):
         writer.flush()
-        save_policy(run_dir / f"seed_{args.seed + i}" / "policy.npz", jax.tree.map(itemgetter(i), states), args)
+        params, (_, mean, var) = jax.tree.map(itemgetter(i), (states["params"], states["envs"]["obs_stats"]))
+        policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
+        if args.norm_obs:
+            policy |= dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8))
+        write(run_dir / f"seed_{args.seed + i}" / "policy.npz", policy, args)
     events = {str(path.relative_to(run_dir)): path.stat().st_size for path in run_dir.glob("*/events.*")}
     write(run_dir / "checkpoint.npz", states, args, seconds=seconds, events=events)
 
@@ -401,7 +382,7 @@ def save_checkpoint(run_dir: Path, states: dict, seconds: float, writers: list, 
 def load_checkpoint(run_dir: Path):
     path, script = run_dir / "checkpoint.npz", Path(__file__).stem
     try:
-        arrays = dict(np.load(path, allow_pickle=False))
+        arrays = dict(np.load(path))
         meta = json.loads(str(arrays.pop("meta")))
         if meta["script"] == script and meta["args"].keys() == asdict(RunArgs()).keys():
             return meta, arrays
@@ -410,82 +391,60 @@ def load_checkpoint(run_dir: Path):
     fail(f"{path} was written by {meta['script']}.py or by another version of {script}.py")
 
 
-def open_run(args: RunArgs):
-    """The run's folder, new or resumed, and the lock that keeps a second process out for as long as this one lives."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
-    run_dir = args.resume or Path("runs", name.replace("/", "-"))
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        fail(f"cannot train in {run_dir}: {error.strerror}")
-    return run_dir, lock
-
-
 def parse_args() -> RunArgs:
     """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
     first, _ = tyro.cli(RunArgs, add_help=False, return_unknown_args=True)
     family = MINATAR if first.env_id.endswith("-MinAtar") else BRAX if first.env_id.startswith("brax/") else {}
     saved = load_checkpoint(first.resume)[0]["args"] if first.resume else dict(env_id=first.env_id) | family
     args = tyro.cli(RunArgs, default=RunArgs(**saved))
-    for name in asdict(Args()).keys() - {"total_timesteps"} if args.resume else ():
-        if getattr(args, name) != saved[name]:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} contradicts {args.resume}, which has {saved[name]}")
-    check_args(args)
+    learning = asdict(Args()).keys() - {"total_timesteps"}
+    for name, x in asdict(args).items():
+        flag, low = f"--{name.replace('_', '-')}", 1 if type(x) is int and name != "seed" else 0
+        high = dict(gamma=1, gae_lambda=1, dropout_rate=0.99).get(name, 2**31 - 1)
+        if type(x) in (int, float) and not low <= x <= high:
+            fail(f"{flag} must be in [{low}, {high}], got {x}")
+        if args.resume and name in learning and x != saved[name]:
+            fail(f"{flag} {x} contradicts {args.resume}, which has {saved[name]}")
+    if args.batch_size % args.num_minibatches:
+        fail(f"a rollout of {args.batch_size} steps cannot be split into {args.num_minibatches} equal minibatches")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     return args
-
-
-class Progress:
-    """A progress bar on a terminal, otherwise a line every half minute. It counts the steps of all seeds."""
-
-    def __init__(self, total: int, step: int, seconds: float):
-        self.start, self.next_line = time.time() - seconds, time.time() + 30
-        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, disable=not sys.stdout.isatty())
-
-    def seconds(self) -> float:
-        return time.time() - self.start
-
-    def update(self, step: int, rate: float, states: dict):
-        mean = float(jnp.nanmean(states["envs"]["ended"][:, 0]))
-        self.bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and time.time() > self.next_line:
-            left = tqdm.format_interval((self.bar.total - step) / rate)
-            print(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  return {mean:.2f}  {left} left", flush=True)
-            self.next_line = time.time() + 30
 
 
 def log(writers: list, step: int, rate: float, states: dict, stats: dict):
     """To the TensorBoard file of each seed, except what is not known yet."""
-    returns, lengths, _ = jnp.nanmean(states["envs"]["ended"], 2).T
-    charts = dict(episodic_return=returns, episodic_length=lengths, learning_rate=stats.pop("learning_rate"))
-    rows = {f"charts/{name}": np.asarray(x) for name, x in charts.items()}
-    rows |= {f"losses/{name}": x for name, x in stats.items()} | {"charts/SPS": np.full(len(writers), rate)}
+    returns, lengths, _ = np.asarray(jnp.nanmean(states["envs"]["ended"], 2)).T
+    stats |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
+    stats["charts/SPS"] = np.full(len(writers), rate)
     for i, writer in enumerate(writers):
-        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in rows.items() if np.isfinite(x[i])]
+        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in stats.items() if np.isfinite(x[i])]
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
 
-def train(args: RunArgs) -> Path:
-    env = make_env(args.env_id)
-    run_dir, _lock = open_run(args)
+def run(args: RunArgs, env, run_dir: Path):
     seeds, log_every = np.arange(args.seed, args.seed + args.num_seeds), max(1, args.num_iterations // 100)
-    states = jax.tree.map(np.asarray, jax.jit(jax.vmap(partial(init, env=env, args=args)))(seeds))
-    saved = dict(seconds=0.0)
+    states = jax.device_get(jax.jit(jax.vmap(partial(init, env=env, args=args)))(seeds))
+    meta = dict(seconds=0.0)
     if args.resume:
-        saved, arrays = load_checkpoint(run_dir)
-        states = jax.tree_util.tree_map_with_path(lambda path, x: arrays[leaf_name(path)], states)
-        for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
-            os.truncate(path, saved["events"].get(str(path.relative_to(run_dir)), 0))
-    saved_step = int(states["iteration"][0]) * args.batch_size
-    if args.num_iterations * args.batch_size < saved_step:
-        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {saved_step}")
+        meta, arrays = load_checkpoint(run_dir)
+        states = jax.tree.unflatten(jax.tree.structure(states), arrays.values())
+    iteration, start = int(states["iteration"][0]), time.time() - meta["seconds"]
+    step = saved_step = iteration * args.batch_size
+    if iteration > args.num_iterations:
+        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {step}")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
-        wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
+        wandb.tensorboard.patch(root_logdir=str(run_dir))  # each seed has a folder below it
+        try:
+            wandb.init(**where, resume="allow", config=asdict(args), save_code=True)
+        except wandb.errors.Error as error:
+            fail(f"--track: {error} (WANDB_MODE=offline needs no account)")
+    for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
+        os.truncate(path, meta["events"].get(str(path.relative_to(run_dir)), 0))
+    threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
     print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
     if not args.resume:
@@ -498,41 +457,59 @@ def train(args: RunArgs) -> Path:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    total = args.num_iterations * args.batch_size * args.num_seeds
-    progress = Progress(total, saved_step * args.num_seeds, saved["seconds"])
-    chunk = jax.jit(partial(learn, env=env, args=args), donate_argnums=0)
-    iteration, count = int(states["iteration"][0]), 1
+    # A progress bar on a terminal, otherwise a line every half minute, with the steps of all seeds.
+    done, total = step * args.num_seeds, args.num_iterations * args.batch_size * args.num_seeds
+    bar = tqdm(total=total, initial=done, unit="step", unit_scale=True, file=sys.stdout, disable=None)
+    chunk, count = jax.jit(partial(learn, env=env, args=args), donate_argnums=0), 1
+    next_line = time.time() + 30
     while iteration < args.num_iterations:
-        start, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
+        before, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
         states, stats = chunk(states, count)
         stats, iteration = jax.device_get(stats), iteration + count
-        count = max(1, count // 2) if time.time() - start > 1 else 2 * count  # chunks of about a second
+        count = max(1, count // 2) if time.time() - before > 1 else 2 * count  # chunks of about a second
         step, last = iteration * args.batch_size, iteration == args.num_iterations
-        if not np.isfinite(stats["grad_norm"]).all():
+        if not np.isfinite(stats["losses/grad_norm"]).all():
             fail(f"a loss is not finite at step {step}; the last checkpoint in {run_dir} is kept", code=1)
-        rate = step * args.num_seeds / progress.seconds()
-        progress.update(step * args.num_seeds, rate, states)
+        done, mean = step * args.num_seeds, float(jnp.nanmean(states["envs"]["ended"][:, 0]))
+        rate = done / (time.time() - start)
+        bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
+        bar.update(done - bar.n)
+        if bar.disable and time.time() > next_line:
+            left, next_line = tqdm.format_interval((total - done) / rate), time.time() + 30
+            print(f"step {done}/{total}  {rate:.0f} steps/s  return {mean:.2f}  {left} left", flush=True)
         if last or iteration % log_every == 0:
             log(writers, step, rate, states, stats)
         if last or signals or step - saved_step >= args.checkpoint_every:
-            save_checkpoint(run_dir, states, progress.seconds(), writers, args)
+            save_checkpoint(run_dir, states, time.time() - start, writers, args)
             saved_step = step
         if signals:
             print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
             sys.exit(128 + signals[0])
-    progress.bar.close()
-    for writer in writers:
-        writer.close()
-    if args.track:
-        wandb.finish()
+    bar.close()
     returns = jnp.nanmean(states["envs"]["ended"][:, 0], 1)  # of each environment the last episode, as in the paper
     count, mean = int(jnp.isfinite(returns).sum()), float(jnp.nanmean(returns))
     error = float(jnp.nanstd(returns, ddof=1)) / math.sqrt(max(count, 1))
     result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error)
-    result |= dict(steps=total, seconds=progress.seconds(), args=asdict(args))
+    result |= dict(steps=total, seconds=time.time() - start, args=asdict(args))
     (run_dir / "results.json").write_text(json.dumps(result, default=str))
     interval = f"68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
     print(f"{run_dir}: mean return of {count} seeds {mean:.2f}, standard error {error:.2f}, {interval}")
+
+
+def train(args: RunArgs) -> Path:
+    env = make_env(args.env_id)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
+    run_dir = args.resume or Path("runs", name.replace("/", "-"))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / ".lock", "w")  # keeps a second process out for as long as this one lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        fail(f"cannot train in {run_dir}: {error.strerror}")
+    try:
+        run(args, env, run_dir)
+    except OSError as error:  # a full disk, for example
+        fail(f"cannot continue, {run_dir} keeps its last checkpoint: {error}", code=1)
     return run_dir
 
 

@@ -1,6 +1,7 @@
 """The JAX scripts: vsop_gymnax.py, ppo_gymnax.py, a3c_gymnax.py and dpo_gymnax.py."""
 
 import ast
+import fcntl
 import itertools
 import json
 import os
@@ -8,13 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, load, refused, run, run_dir, wait_for
+import torch
+from conftest import ROOT, load, random_minibatch, refused, run, run_dir, small_agent, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytest.importorskip("gymnax")
@@ -51,9 +55,7 @@ def one(tree):
 class Still:
     """A task in which nothing changes; it ends at every third step, by its time limit at every sixth."""
 
-    default_params = None
-
-    def action_space(self, params):
+    def action_space(self):
         return Box(-1.0, 1.0, (2,))
 
     def reset(self, key):
@@ -182,6 +184,59 @@ def test_losses_are_their_formulas(name, discrete):
         loss, stats = loss_of(load(name), args, *inputs)
         np.testing.assert_allclose(loss, numpy_loss(name, args, *inputs), rtol=1e-4, atol=1e-5)
         assert all(jnp.isfinite(x) for x in stats.values())
+
+
+def as_in_jax(agent):
+    """The parameters of a torch agent. Converged, its u is what the JAX scripts call v, for they transpose weights."""
+    params = dict(log_std=agent.log_std.detach().numpy(), vectors={})
+    for name in ("actor", "critic"):
+        network = getattr(agent, name)
+        layers = [*network.hidden, network.out]
+        params[name] = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in layers]
+        params["vectors"][name] = [x.u.numpy() for x in network.hidden if hasattr(x, "u")]
+    return jax.tree.map(jnp.asarray, params)
+
+
+@pytest.mark.parametrize(
+    "name, settings", [("vsop", dict(dropout_rate=0.3)), ("a3c", {}), ("ppo", dict(norm_adv=False))]
+)
+def test_losses_and_gradients_are_those_of_the_torch_scripts(name, settings):
+    """At the same weights, minibatch and masks. PPO's advantages are normalized here for torch, which divides by
+    another estimate of their deviation."""
+    script, torch_script = load(f"{name}_gymnax"), load(f"{name}_continuous")
+    torch_args, agent = small_agent(torch_script, ent_coef=0.3, vf_coef=0.7, **settings)
+    for x in agent.parameters():
+        x.data += 0.3 * torch.randn_like(x)
+    [x.converge() for x in agent.modules() if hasattr(x, "converge")]
+    minibatch = random_minibatch(torch_script, torch_args)
+    masks = torch.ones(4, torch_args.width)
+    if name == "vsop":
+        masks = torch_script.sample_masks(4, torch_args.width, p=0.3)
+        minibatch = minibatch._replace(masks=masks)
+    means, log_std, values = agent(minibatch.obs, *(minibatch.masks,) if name == "vsop" else ())
+    logprobs = torch_script.gaussian_logprob(minibatch.actions, means, log_std).detach()
+    minibatch = minibatch._replace(  # near enough for some ratios and values to be clipped, and others not
+        logprobs=logprobs + 0.2 * torch.randn_like(logprobs), values=values.detach() + 0.2 * torch.randn_like(values)
+    )
+    batch = script.Batch(*(jnp.asarray(getattr(minibatch, column).numpy()) for column in script.Batch._fields))
+    if name == "ppo":
+        x = minibatch.advantages
+        minibatch = minibatch._replace(advantages=(x - x.mean()) / x.std(correction=0))
+    expected, torch_stats = torch_script.loss_function(agent, minibatch, torch_args)
+    expected.backward()
+    args = script.Args(ent_coef=0.3, vf_coef=0.7, activation=torch_script.activation.__name__)
+    differentiate = jax.value_and_grad(script.loss_function, has_aux=True)
+    (loss, stats), gradients = differentiate(as_in_jax(agent), batch, jnp.asarray(masks.numpy()), args)
+    np.testing.assert_allclose(loss, expected.item(), **CLOSE)
+    assert stats.keys() == torch_stats.keys()
+    for key in stats:
+        np.testing.assert_allclose(stats[key], torch_stats[key].item(), **CLOSE, err_msg=key)
+    np.testing.assert_allclose(gradients["log_std"], agent.log_std.grad, **CLOSE)
+    for network in ("actor", "critic"):
+        layers = [*getattr(agent, network).hidden, getattr(agent, network).out]
+        for (weight, bias), layer in zip(gradients[network], layers, strict=True):
+            np.testing.assert_allclose(weight, layer.weight.grad.T, **CLOSE)
+            np.testing.assert_allclose(bias, layer.bias.grad, **CLOSE)
 
 
 def test_gradient_of_dpo():
@@ -412,6 +467,9 @@ def test_resumes_to_the_bit(name, settings, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("script", [VSOP, PPO], indirect=True)
 def test_files_of_a_run(script, tmp_path, monkeypatch, capsys):
+    """And its output, with a clock that goes fast: a line for each half minute."""
+    clock = SimpleNamespace(time=map(float, itertools.count(0, 40)).__next__, time_ns=time.time_ns)
+    monkeypatch.setattr(script, "time", clock)
     folder = script.train(
         run_args(script, tmp_path, monkeypatch, seed=7, env_id="CartPole-v1", num_steps=32, total_timesteps=1280)
     )
@@ -421,6 +479,8 @@ def test_files_of_a_run(script, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose([results["mean"], results["standard_error"]], [mean, error], rtol=1e-5)
     out = capsys.readouterr().out
     assert f"2 seeds {mean:.2f}" in out and "68 % interval" in out and "num_steps=32" in out
+    lines = re.findall(r"(?m)^step (\d+)/2560  \d+ steps/s  return \d+\.\d\d  \d\d:\d\d left$", out)
+    assert lines == [str(step) for step in range(256, 2561, 256)]
     assert results["args"]["num_steps"] == 32
     for i, seed in enumerate((7, 8)):
         logged = scalars(folder / f"seed_{seed}")
@@ -463,7 +523,7 @@ def test_a_run_in_which_no_episode_ends(tmp_path, monkeypatch):
         (["--env-id", "CartPole-v9"], "CartPole-v9"),
         (["--env-id", "brax/aunt"], "brax/aunt"),
         (["--num-seeds", "0"], "--num-seeds must be in [1, "),
-        (["--dropout-rate", "1"], "--dropout-rate below 1"),
+        (["--dropout-rate", "1"], "--dropout-rate must be in [0, 0.99]"),
         (["--learning-rate", "nan"], "--learning-rate must be in [0, "),
         (["--num-minibatches", "3", "--num-envs", "4", "--num-steps", "4"], "cannot be split into 3 equal minibatches"),
         (["--total-timesteps", "10"], "is less than one rollout"),
@@ -512,6 +572,9 @@ def test_defaults_are_the_paper_s():
 
 def test_resume_refuses_what_would_change_the_learning(tmp_path, monkeypatch, capsys):
     folder = vsop.train(run_args(vsop, tmp_path, monkeypatch))
+    with open(folder / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "cannot train in" in refused_later(monkeypatch, capsys, "--resume", folder)
     for options, message in (
         (["--gamma", "0.5"], "--gamma 0.5 contradicts"),
         (["--total-timesteps", "64"], "already at step"),
@@ -533,6 +596,35 @@ def refused_later(monkeypatch, capsys, *options):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     return error
+
+
+def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    options = [f"--{name.replace('_', '-')}={x}" for name, x in SMALL.items()]
+    assert "--track: " in refused_later(monkeypatch, capsys, "--track", *options)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    """What is written through a link to /dev/full fails as on a full disk."""
+    args = run_args(vsop, tmp_path, monkeypatch, checkpoint_every=32)
+    log = vsop.log
+
+    def fills_up(writers, step, *rest):
+        log(writers, step, *rest)
+        if step == 5 * args.batch_size:
+            (run_dir(tmp_path) / "checkpoint.part").symlink_to("/dev/full")
+
+    monkeypatch.setattr(vsop, "log", fills_up)
+    with pytest.raises(SystemExit) as stop:
+        vsop.train(args)
+    error, folder = capsys.readouterr().err, run_dir(tmp_path)
+    assert stop.value.code == 1 and error.startswith("error: ") and error.count("\n") == 1
+    assert "No space left on device" in error and folder.name in error
+    assert checkpoint(folder)["iteration"][0] == 4
 
 
 @pytest.mark.slow
