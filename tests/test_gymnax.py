@@ -606,6 +606,9 @@ def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     options = [f"--{name.replace('_', '-')}={x}" for name, x in SMALL.items()]
     assert "--track: " in refused_later(monkeypatch, capsys, "--track", *options)
+    import wandb
+
+    wandb.tensorboard.unpatch()  # the script patched it for this process
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
