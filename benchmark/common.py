@@ -212,7 +212,7 @@ def published(steps: int | None = None) -> dict:
 
 
 def number(x) -> str:
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:z.2f}"
 
 
 def markdown(head, lines) -> str:

@@ -102,3 +102,27 @@ def script(request):
 @pytest.fixture(params=BAYESIAN)
 def bayesian(request):
     return load(request.param)
+
+
+OWN_TASK = """
+import gymnasium as gym, numpy as np
+class Task(gym.Env):
+    BODY
+    action_space = gym.spaces.Box(-1, 1, (2,), ACTIONS)
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.normal(size=2), {}
+    def step(self, action):
+        self.t += 1
+        STEP
+        return self.np_random.normal(size=2), 1.0, self.t == 50, False, {}
+gym.register("Task-v0", Task)
+"""
+
+
+def own_task(folder, step="pass", actions="np.float32", body="pass"):
+    """The flag for a task of two random numbers that is written to `folder`. `step` runs in its every step."""
+    (folder / "own.py").write_text(OWN_TASK.replace("STEP", step).replace("ACTIONS", actions).replace("BODY", body))
+    return "--env-id", "own:Task-v0"

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, load, run, run_dir, scalars
+from conftest import ROOT, SCRIPTS, load, own_task, run, run_dir, scalars
 
 SMALL = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
 # What each script is killed on: the tasks whose simulator cannot be restored from its state alone come first.
@@ -301,30 +301,12 @@ def test_a_log_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch, capsy
     assert "No space left on device" in error and error.count("\n") == 1
 
 
-BROKEN_TASK = """
-import gymnasium as gym, numpy as np
-class Broken(gym.Env):
-    action_space = observation_space = gym.spaces.Box(-1, 1, (2,), dtype=np.float64)
-    total = 0
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.np_random.normal(size=2), {}
-    def step(self, action):
-        self.t += 1
-        Broken.total += 1
-        bad = Broken.total == 300
-        obs = self.np_random.normal(size=2) + (BAD if bad else 0.0)
-        return obs, REWARD if bad else 1.0, self.t == 50, False, {}
-gym.register("Broken-v0", Broken)
-"""
-
-
 @pytest.mark.parametrize("obs, reward", [("np.nan", "1.0"), ("np.inf", "1.0"), ("0.0", "np.nan")])
 def test_what_is_not_finite_stops_the_run(obs, reward, tmp_path):
-    (tmp_path / "broken.py").write_text(BROKEN_TASK.replace("BAD", obs).replace("REWARD", reward))
-    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280, "--checkpoint-every", 128)
-    done = run("vsop_continuous", *options, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    step = f"""Task.total = getattr(Task, "total", 0) + 1
+        if Task.total == 300: return np.full(2, {obs}), {reward}, False, False, {{}}"""
+    options = (*own_task(tmp_path, step), *SMALL, "--total-timesteps", 1280, "--checkpoint-every", 128)
+    done = run("vsop_continuous", *options, cwd=tmp_path)
     assert done.returncode == 1
     assert "not finite at step 384" in done.stderr and done.stderr.count("\n") == 1
     assert torch_step(tmp_path) == 256
@@ -340,14 +322,9 @@ def test_a_loss_that_explodes_stops_the_run(name, tmp_path):
 
 
 def test_an_episode_that_cannot_be_replayed_is_restarted(tmp_path):
-    task = (
-        BROKEN_TASK.replace("BAD", "0.0").replace("REWARD", "1.0").replace("self.np_random.normal", "np.random.normal")
-    )
-    (tmp_path / "broken.py").write_text(task)
-    options = ("--env-id", "broken:Broken-v0", *SMALL, "--total-timesteps", 1280)
-    assert run("vsop_continuous", *options, cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
-    resume = ("--resume", run_dir(tmp_path), "--total-timesteps", 2560)
-    done = run("vsop_continuous", *resume, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    task = own_task(tmp_path, "return np.random.normal(size=2), 1.0, self.t == 50, False, {}")
+    assert run("vsop_continuous", *task, *SMALL, "--total-timesteps", 1280, cwd=tmp_path).returncode == 0
+    done = run("vsop_continuous", "--resume", run_dir(tmp_path), "--total-timesteps", 2560, cwd=tmp_path)
     assert done.returncode == 0
     assert "not deterministic" in done.stderr and done.stderr.count("\n") == 1
     lengths = [length for _, length in scalars(tmp_path)[0]["charts/episodic_length"]]
@@ -383,10 +360,7 @@ def test_a_tracked_run_resumes_the_same_wandb_run(copied, tmp_path):
 
 def test_a_task_with_an_older_random_generator_trains_and_resumes(tmp_path):
     """As dm_control's, whose generator has no state to remember: its episode in progress is restarted."""
-    task = BROKEN_TASK.replace("BAD", "0.0").replace("REWARD", "1.0").replace("np_random.normal", "old.normal")
-    task = task.replace("    total = 0", "    total = 0\n    old = np.random.RandomState(0)\n    np_random = old")
-    (tmp_path / "broken.py").write_text(task.replace("        super().reset(seed=seed)\n", ""))
-    options = ("--env-id", "broken:Broken-v0", *SMALL)
-    assert run("vsop_continuous", *options, "--total-timesteps", 640, cwd=tmp_path).returncode == 0
+    task = own_task(tmp_path, body="np_random = np.random.RandomState(0)")
+    assert run("vsop_continuous", *task, *SMALL, "--total-timesteps", 640, cwd=tmp_path).returncode == 0
     done = run("vsop_continuous", "--resume", run_dir(tmp_path), "--total-timesteps", 1280, cwd=tmp_path)
     assert done.returncode == 0 and "not deterministic" in done.stderr, done.stderr

@@ -12,7 +12,7 @@ import termios
 import numpy as np
 import pytest
 import torch
-from conftest import BAYESIAN, GAME_SCRIPTS, ROOT, SCRIPTS, load, refused, run, run_dir, scalars
+from conftest import BAYESIAN, GAME_SCRIPTS, ROOT, SCRIPTS, load, own_task, refused, run, run_dir, scalars
 
 TINY = "--total-timesteps 256 --num-steps 64 --num-minibatches 4 --update-epochs 2 --width 16 --no-compile".split()
 
@@ -115,28 +115,6 @@ def test_every_script_checks_its_input(name, capsys):
         with pytest.raises(SystemExit, match="2"):
             script.check_args(script.RunArgs(**bad))
         assert capsys.readouterr().err.count("\n") == 1
-
-
-OWN_TASK = """
-import gymnasium as gym, numpy as np
-class Task(gym.Env):
-    action_space = gym.spaces.Box(-1, 1, (2,), ACTIONS)
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float64)
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.np_random.normal(size=2), {}
-    def step(self, action):
-        self.t += 1
-        STEP
-        return self.np_random.normal(size=2), 1.0, self.t == 50, False, {}
-gym.register("Task-v0", Task)
-"""
-
-
-def own_task(folder, step="pass", actions="np.float32"):
-    (folder / "own.py").write_text(OWN_TASK.replace("STEP", step).replace("ACTIONS", actions))
-    return "--env-id", "own:Task-v0"
 
 
 def test_a_task_in_the_current_folder(tmp_path):
