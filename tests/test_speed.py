@@ -144,7 +144,6 @@ def test_missing_gymnax_is_one_line(monkeypatch, capsys):
     assert stop.value.code == 2 and "requirements-gymnax.txt" in error and error.count("\n") == 1
 
 
-@pytest.mark.skipif(not (speed.RESULTS / "speed_gymnax.json").exists(), reason="not measured yet")
 def test_committed_results_of_gymnax_agree_with_their_page():
     results = json.loads((speed.RESULTS / "speed_gymnax.json").read_text())
     assert [(row["script"], row["task"]) for row in results["seeds"]] == speed.GYMNAX_GRID
