@@ -13,6 +13,7 @@ import time
 import tomllib
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,10 @@ import torch
 from conftest import ROOT, load, random_minibatch, refused, run, run_dir, small_agent, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytest.importorskip("gymnax")
+if not find_spec("gymnax"):
+    pytest.skip("gymnax is not installed", allow_module_level=True)
 VSOP, A3C, PPO, DPO = SCRIPTS = ("vsop_gymnax", "a3c_gymnax", "ppo_gymnax", "dpo_gymnax")
-vsop = load(VSOP)  # sets what JAX reads when it is imported
+vsop = load(VSOP)  # before JAX, which reads the settings of the compilation cache when it is imported
 import gymnax
 import jax
 import jax.numpy as jnp
