@@ -297,10 +297,10 @@ class GymnaxTask:
 
         check(not (args.video and env_id.startswith("brax/")), "a task of Brax cannot be drawn")
         self.env, self.states, self.drawing = make_env(env_id), [], None
-        self.action_space, self.jit_step = self.env.action_space(self.env.default_params), jax.jit(self.env.step)
+        self.action_space, self.jit_step = self.env.action_space(), jax.jit(self.env.step)
         self.keys = (jax.random.fold_in(jax.random.PRNGKey(args.seed), i) for i in count())
         if args.video:
-            os.environ.update(MPLBACKEND="agg", SDL_VIDEODRIVER="dummy")  # without a display
+            os.environ.update(MPLBACKEND="agg", SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")  # without a display
             from gymnax.visualize import Visualizer
 
             self.drawing = Visualizer(self.env, self.env.default_params, self.states)
