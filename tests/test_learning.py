@@ -32,21 +32,23 @@ def test_vsop_learns_and_its_policy_travels(tmp_path):
         assert found > 0.7 * last, way
 
 
-# After 100,000 steps one seed of each had the return in the comment.
+# After 100,000 steps one seed of each had the return in the comment. RMPG learns slowly, 12 to 106 over three seeds, and
+# has a larger learning rate here, with which four seeds had 69 to 639.
 ENOUGH = {
-    "vsop_continuous": 200,  # 823
-    "a3c_continuous": 200,  # 969
-    "ppo_continuous": 200,  # 818
-    "vsppo_continuous": 200,  # 825
-    "rmpg_continuous": 40,  # 80: four minibatches of ten epochs learn slowly, but five times the untrained return
+    "vsop_continuous": (200,),  # 823
+    "a3c_continuous": (200,),  # 969
+    "ppo_continuous": (200,),  # 818
+    "vsppo_continuous": (200,),  # 825
+    "rmpg_continuous": (40, "--learning-rate", 1e-3),  # 398
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_learns(name, tmp_path):
-    options = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", 100_000)
-    assert final_return(name, tmp_path, *options) > ENOUGH[name]
+    enough, *options = ENOUGH[name]
+    options += ("--env-id", "InvertedPendulum-v4", "--total-timesteps", 100_000)
+    assert final_return(name, tmp_path, *options) > enough
 
 
 @pytest.mark.slow
