@@ -32,8 +32,8 @@ def test_vsop_learns_and_its_policy_travels(tmp_path):
         assert found > 0.7 * last, way
 
 
-# After 100,000 steps one seed of each had the return in the comment. RMPG learns slowly, 12 to 106 over three seeds, and
-# has a larger learning rate here, with which four seeds had 69 to 639.
+# After 100,000 steps one seed of each had the return in the comment. RMPG learns slowly, 12 to 106 over three seeds,
+# and has a larger learning rate here, with which four seeds had 69 to 639.
 ENOUGH = {
     "vsop_continuous": (200,),  # 823
     "a3c_continuous": (200,),  # 969
