@@ -599,7 +599,8 @@ def train(args: RunArgs) -> Path:
         if isinstance(error, SystemExit) and error.code:  # from `fail` or a signal
             raise
         # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
-        if not re.search("memory|allocate|space left|quota|too large|wandb", str(error)):
+        known = r"OSError: .*(space left|quota|too large)|\w*MemoryError|RuntimeError: .*memory|UsageError"
+        if not re.match(known, first_line(error)):
             traceback.print_exception(error)
         fail(f"{first_line(error)}; what {run_dir} has is kept", code=1)
     return run_dir

@@ -133,9 +133,9 @@ def test_integer_actions_are_refused(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--env-id" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("step", ["if self.t == 30: open('not there')", "if self.t == 30: raise SystemExit(0)"])
-def test_a_task_that_raises_shows_its_traceback_and_keeps_the_checkpoint(step, tmp_path):
-    done = run("vsop_continuous", *TINY, *own_task(tmp_path, step), cwd=tmp_path)
+@pytest.mark.parametrize("error", ["open('not there')", "raise SystemExit(0)", "raise ValueError('out of memory')"])
+def test_a_task_that_raises_shows_its_traceback_and_keeps_the_checkpoint(error, tmp_path):
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path, f"if self.t == 30: {error}"), cwd=tmp_path)
     assert done.returncode == 1
     *trace, last = done.stderr.splitlines()
     assert trace[0].startswith("Traceback") and "own.py" in done.stderr
