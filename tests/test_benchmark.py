@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import tyro
 from conftest import ROOT, alive, cli_args, scalars, wait_for
+from PIL import Image
 from rliable import metrics
 from scipy import stats
 
@@ -526,3 +527,32 @@ def test_help_of_the_random_policy_measures_nothing():
     command = [sys.executable, str(ROOT / "benchmark" / "random_policy.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "random_policy.py" in done.stdout and "Ant-v4" not in done.stdout
+
+
+# -------------------------------------------------------------------------------------------------------- policies
+
+
+def test_policies_are_collected_measured_and_filmed(tmp_path):
+    """Of the longest run with seed 1."""
+    tiny = "--num-steps 64 --num-minibatches 4 --update-epochs 1 --width 16 --no-compile".split()
+    for run in runner.grid(runner.load_experiment("baselines"), 2, 128, tmp_path, ["Hopper-v4"], ["VSOP"]):
+        assert common.execute([*run.command, *tiny], run.folder) == "finished"
+    (longer,) = runner.grid(runner.load_experiment("baselines"), 1, 192, tmp_path, ["Hopper-v4"], ["VSOP"])
+    assert common.execute([*longer.command, *tiny], longer.folder) == "finished"
+    line = [sys.executable, ROOT / "benchmark" / "policies.py", "--folder", tmp_path, "--output", tmp_path / "policies"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    copied = (tmp_path / "policies" / "Hopper-v4.pt").read_bytes()
+    assert copied == (common.latest_run(longer.folder) / "policy.pt").read_bytes()
+    measured = re.findall(r"mean (-?[\d.]+), standard deviation ([\d.]+)\n", done.stdout)
+    page = (tmp_path / "policies" / "README.md").read_text()
+    row = re.search(r"\| Hopper-v4 \| 192 \| (\S+) \((\S+)\) \| (\S+) \((\S+)\) \| 1,827 \|", page).groups()
+    assert [*map(float, row)] == pytest.approx([float(x) for pair in measured for x in pair], rel=0.01)
+    with Image.open(tmp_path / "policies" / "policies.webp") as film:
+        assert film.n_frames == 60 and film.size == (160, 160)
+
+
+def test_no_policies_is_one_line(tmp_path):
+    line = [sys.executable, ROOT / "benchmark" / "policies.py", "--folder", tmp_path, "--output", tmp_path / "none"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
