@@ -6,8 +6,8 @@
 Its own flags are below; all others go to the script. W&B's agent runs this program for the files in sweeps/, and
 sweeps/offline.py does the same without W&B. A run is scored by the mean return of its last 100 episodes (on ProcGen,
 test episodes), normalized so that 0 is a random policy and 1 is PPO at the same number of steps, by the committed runs
-in benchmark/results/. The objective is the mean over all runs. A task without this reference must be tuned alone; its
-objective is its return.
+in benchmark/results/. The objective is the mean over all runs; with several tasks each score is clipped to [0, 2], so
+that no task decides alone. A task without this reference must be tuned alone; its objective is its return.
 
 The objective is written to objective.json in --folder, with the mean so far after each run, and to W&B in a W&B sweep.
 Runs already finished in --folder are not repeated.
@@ -111,11 +111,12 @@ def evaluate(args, flags: list, folder: Path, after_run=None, stop=None) -> dict
     for seed in args.seeds:
         for task in args.tasks:
             value = train(args.script, task, seed, args.total_timesteps, flags, folder, stop)
-            returns[task].append(value)
-            scores.append(float(normalized(task, value, args.reference)))
-            result["so_far"].append(sum(scores) / len(scores))
-            if not math.isfinite(result["so_far"][-1]):
+            if not math.isfinite(value):
                 raise RunFailed(f"{task}, seed {seed}: the return is {value}")
+            returns[task].append(value)
+            score = float(normalized(task, value, args.reference))
+            scores.append(score if len(args.tasks) == 1 else min(max(score, 0.0), 2.0))
+            result["so_far"].append(sum(scores) / len(scores))
             if len(scores) == len(args.seeds) * len(args.tasks):
                 result["objective"] = result["so_far"][-1]
             write(folder / "objective.json", result)

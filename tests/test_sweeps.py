@@ -32,6 +32,7 @@ import objective
 import offline
 
 FILES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
+TUNED = sorted(f"tuned/{path.stem}" for path in (ROOT / "sweeps" / "tuned").glob("*.yaml"))
 PENDULUM = "--tasks InvertedPendulum-v4 --seeds 1 --total-timesteps 320 --num-steps 64 --width 8 --no-compile --no-cuda"
 TINY = {
     "continuous": PENDULUM.split(),
@@ -56,7 +57,7 @@ def test_every_torch_script_has_a_sweep():
     assert len(scripts) == 7 and scripts == set(FILES)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TUNED)
 def test_wandb_accepts_the_file(name):
     config = content(name)
     assert schema_violations_from_proposed_config(config) == []
@@ -66,10 +67,11 @@ def test_wandb_accepts_the_file(name):
     assert schema_violations_from_proposed_config(config)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TUNED)
 def test_parameters_are_arguments_with_legal_values_at_both_ends(name):
     """The defaults, which the paper found, are in the space."""
-    settings, default = cli_args(name), load(name).Args()
+    script = Path(name).name
+    settings, default = cli_args(script), load(script).Args()
     for parameter, spec in content(name)["parameters"].items():
         found = getattr(default, parameter.replace("-", "_"))
         ends = spec["values"] if "values" in spec else (spec["min"], spec["max"])
@@ -99,6 +101,13 @@ def test_the_tasks_are_the_papers(name):
     tasks = dict(continuous=["Reacher-v4", "Hopper-v4", "Humanoid-v4"], procgen=["bossfight"])
     assert args.script == f"{name}.py" and args.tasks == tasks[name.partition("_")[2]] and flags == []
     assert args.seeds == [1, 2] or name.endswith("procgen")
+
+
+def test_vsop_and_ppo_are_tuned_with_the_same_budget():
+    vsop, ppo = (content(name) for name in reversed(TUNED))
+    assert vsop["parameters"].pop("dropout-rate") and vsop["parameters"] == ppo["parameters"]
+    change = {"vsop_continuous.py": "ppo_continuous.py"}
+    assert [change.get(word, word) for word in vsop["command"]] == ppo["command"]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +160,7 @@ def test_the_objective_is_the_normalized_mean(tmp_path, monkeypatch):
     reference = pd.DataFrame(dict(random=[-40, 100], final=[-10, 300]), index=["A", "B"])
     monkeypatch.setattr(objective, "references", lambda steps: reference)
     returns = {("A", 1): -10, ("A", 2): -40, ("B", 1): 200, ("B", 2): 500, ("D", 1): 7.0}
+    returns |= {("A", 3): -70, ("B", 3): 900}  # normalized -1 and 4, clipped to 0 and 2 unless the task is alone
     monkeypatch.setattr(objective, "train", lambda script, task, seed, *rest: returns[task, seed])
     options = "--script vsop_continuous.py --total-timesteps 1 --width 8 --tasks".split()
     args, flags = objective.parse([*options, "A", "B", "--seeds", "1", "2"])
@@ -158,6 +168,10 @@ def test_the_objective_is_the_normalized_mean(tmp_path, monkeypatch):
     assert result["so_far"] == pytest.approx([1.0, 0.75, 0.5, 0.875])
     assert result["objective"] == pytest.approx(0.875) and flags == ["--width", "8"]
     assert json.loads((tmp_path / "objective.json").read_text()) == result
+    clipped, _ = objective.parse([*options, "A", "B", "--seeds", "3"])
+    assert objective.evaluate(clipped, [], tmp_path)["so_far"] == [0.0, 1.0]
+    alone, _ = objective.parse([*options, "B", "--seeds", "3"])
+    assert objective.evaluate(alone, [], tmp_path)["objective"] == 4.0
     alone, _ = objective.parse([*options, "D", "--seeds", "1"])
     assert objective.evaluate(alone, [], tmp_path)["objective"] == 7.0  # no reference: the return
     with pytest.raises(SystemExit):
