@@ -175,6 +175,9 @@ class Policy:
         mode = "rgb_array" if args.video else "human" if args.render else None
         render = dict(render_mode=mode) if mode else {}  # not every task has this argument
         env = gym.make(self.env_id, disable_env_checker=True, **self.env_kwargs | render)
+        if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
+            # The camera that follows the robot, if the model has one. Gymnasium's default lets it walk out of view.
+            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
         sizes = env.observation_space.shape[0], gym.spaces.flatdim(env.action_space)

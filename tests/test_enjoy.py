@@ -337,3 +337,27 @@ def test_gymnax_task_that_does_not_fit_is_one_line(save_gymnax, tmp_path, monkey
     path = save_gymnax(args=dict(env_id="brax/ant"))
     assert "cannot be drawn" in refused(monkeypatch, capsys, "enjoy", path, "--video", tmp_path / "out.mp4")
     assert not (tmp_path / "out.mp4").exists()
+
+
+POLICIES = sorted((ROOT / "policies").glob("*.pt"))
+
+
+def test_there_is_a_policy_for_each_of_the_papers_tasks():
+    random = json.loads((ROOT / "benchmark" / "results" / "random.json").read_text())["scores"]
+    assert {path.stem for path in POLICIES} == {task for task in random if task[-3:-1] == "-v"}
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+def test_a_committed_policy_plays_better_than_random(path, capsys):
+    random = json.loads((ROOT / "benchmark" / "results" / "random.json").read_text())["scores"][path.stem]
+    (total,) = enjoy.enjoy(enjoy.Args(path, episodes=1))
+    assert total > random["mean"]
+    assert f"episode 1: return {total:.2f}" in capsys.readouterr().out
+
+
+def test_the_camera_follows_the_robot():
+    for task, follows in (("Hopper-v4", True), ("Reacher-v4", False)):
+        path = ROOT / "policies" / f"{task}.pt"
+        env = enjoy.load_policy(path).make_env(enjoy.Args(path, video=Path("out.mp4")))
+        camera = env.unwrapped.mujoco_renderer.camera_id
+        assert (camera >= 0 and env.unwrapped.model.camera(camera).name == "track") == follows
