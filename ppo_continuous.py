@@ -180,12 +180,8 @@ def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
     return layer
 
 
-def tanh(x):
-    """Of tensors in the update, and of arrays in the rollout."""
-    return torch.tanh(x) if isinstance(x, torch.Tensor) else np.tanh(x)
-
-
-activation = tanh
+# Of tensors in the update, and of arrays in the rollout.
+activation, numpy_activation = torch.tanh, np.tanh
 
 
 class MLP(nn.Module):
@@ -230,7 +226,7 @@ def numpy_forward(layers, x):
     """MLP.forward in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for weight, bias in hidden:
-        x = activation(x @ weight + bias)
+        x = numpy_activation(x @ weight + bias)
     return x @ weight_out + bias_out
 
 

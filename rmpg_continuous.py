@@ -224,12 +224,8 @@ def sample_masks(*shape, p, device="cpu", generator=None):
     return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-def relu(x):
-    """Of tensors in the update, and of arrays in the rollout."""
-    return torch.relu(x) if isinstance(x, torch.Tensor) else np.maximum(x, 0.0)
-
-
-activation = relu
+# Of tensors in the update, and of arrays in the rollout.
+activation, numpy_activation = torch.relu, lambda x: np.maximum(x, 0.0)
 
 
 class MLP(nn.Module):
@@ -304,7 +300,7 @@ def numpy_forward(layers, x, masks=(1.0, 1.0)):
     """MLP.forward in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
     for (weight, bias), mask in zip(hidden, masks):
-        x = activation(x @ weight + bias) * mask
+        x = numpy_activation(x @ weight + bias) * mask
     return x @ weight_out + bias_out
 
 
