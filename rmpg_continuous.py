@@ -43,7 +43,7 @@ import traceback
 import warnings
 import zipfile
 from collections import deque, namedtuple
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 
 # Matrices of this size gain nothing from more threads, and runs side by side would fight over the cores.
@@ -253,6 +253,10 @@ class MLP(nn.Module):
                 layer.converge()
             yield layer.weight / (layer.sigma() if isinstance(layer, SpectralLinear) else 1.0), layer.bias.detach()
 
+    def numpy_layers(self) -> list:
+        """(weight transposed, bias) of each layer in numpy, for `numpy_forward`."""
+        return [(weight.cpu().numpy().T, bias.cpu().numpy()) for weight, bias in self.layers()]
+
 
 class Agent(nn.Module):
     def __init__(self, envs: Envs, args: Args):
@@ -291,11 +295,6 @@ def action_values(layers: list, obs, actions, masks):
     return torch.cat(values)
 
 
-def numpy_layers(network: MLP) -> list:
-    """(weight transposed, bias) of each layer in numpy, for `numpy_forward`."""
-    return [(weight.cpu().numpy().T, bias.cpu().numpy()) for weight, bias in network.layers()]
-
-
 def numpy_forward(layers, x, masks=(1.0, 1.0)):
     """MLP.forward in numpy: for the few rows of a rollout's step it takes a fraction of torch's time."""
     *hidden, (weight_out, bias_out) = layers
@@ -318,7 +317,7 @@ Batch = namedtuple("Batch", COLUMNS, defaults=[None])
 def collect_rollout(envs: Envs, agent: Agent, args: Args) -> Rollout:
     """Lines 2 to 8: act for num_steps. Every step of every environment samples its own actor weights."""
     steps, n = args.num_steps, args.num_envs
-    layers = numpy_layers(agent.actor)
+    layers = agent.actor.numpy_layers()
     log_std = agent.log_std.cpu().numpy()
     noise = torch.randn(steps, n, envs.action_dim).numpy()
     scaled_noise = noise * np.exp(log_std)
@@ -422,10 +421,10 @@ def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()  # `gradients` differentiates by itself
-def learn(args: Args, envs: Envs, agent: Agent, optimizer, device: torch.device, gradients=gradients, start: int = 0):
+def learn(args: Args, envs: Envs, agent: Agent, optimizer, device: torch.device, gradients=gradients):
     """The training loop. Yields after every iteration, for logging and checkpoints."""
     parameters = list(agent.parameters())
-    for iteration in range(start + 1, args.num_iterations + 1):
+    for iteration in range(envs.global_step // args.batch_size + 1, args.num_iterations + 1):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         rollout = collect_rollout(envs, agent, args)
@@ -447,7 +446,7 @@ def learn(args: Args, envs: Envs, agent: Agent, optimizer, device: torch.device,
 
 
 @dataclass
-class RunArgs(Args):
+class RunFlags:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     cuda: bool = False  # compute gradients on a GPU; acting is always on the CPU, and networks this small rarely gain
     compile: bool = True  # compile the gradient with torch.compile
@@ -457,6 +456,9 @@ class RunArgs(Args):
     track: bool = False  # track the run with Weights & Biases
     wandb_project_name: str = "vsop"  # W&B project
     wandb_entity: str | None = None  # W&B user or team
+
+
+RunArgs = make_dataclass("RunArgs", [], bases=(RunFlags, Args))  # all flags side by side
 
 
 def fail(message: str, code: int = 2):
@@ -471,41 +473,31 @@ def say(message: str):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def check_args(args: RunArgs):
-    limits = dict(seed=2**32 - 1, gamma=1, gae_lambda=1, dropout_rate=0.99)
+def check(args: RunArgs):
+    """Exits with one line if a flag is wrong or this script cannot train on the task."""
+    limits = dict(seed=(0, 2**32 - 1), total_timesteps=(args.batch_size, math.inf))  # one rollout at least
+    limits |= dict(gamma=(0, 1), gae_lambda=(0, 1), dropout_rate=(0, 0.99))
     for name, x in asdict(args).items():
-        low, high = int(type(x) is int and name != "seed"), limits.get(name, math.inf)
+        low, high = limits.get(name, (int(type(x) is int), math.inf))
         if type(x) in (int, float) and not low <= x <= high:
             fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
     if args.batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
-
-
-def check_task(args: RunArgs):
-    """Exits with one line if this script cannot train on the task."""
     sys.path.append(os.getcwd())  # where the module of a `module:id` may be
     warnings.filterwarnings("ignore", message=".*is out of date.*", category=DeprecationWarning)  # the -v4 tasks
     try:
-        import mujoco
+        import mujoco  # its version 4 warns of an attribute in Gymnasium's own model files
 
-        # MuJoCo 4 deprecates an attribute in Gymnasium's own model files.
         mujoco.set_mju_user_warning(lambda text: "settotalmass" in str(text) or print(text, file=sys.stderr))
         if args.env_id.startswith("dm_control/"):
             import shimmy  # noqa: F401, registers the tasks
         env = make_env(args)
-        env.reset(seed=args.seed)
+        env.reset(seed=args.seed)[0].astype(np.float32)  # an observation must be an array, or something to flatten
         _, _, _, _, _ = env.step(env.action_space.sample())
     except (Exception, SystemExit) as error:  # third-party tasks may raise anything
-        fail(f"--env-id: cannot use {args.env_id}: {first_line(error)}")
-    for what, space in (("actions", env.action_space), ("observations", env.observation_space)):
-        if not isinstance(space, gym.spaces.Box) or what == "actions" and space.dtype.kind != "f":
-            fail(f"--env-id: {args.env_id} has {what} {space}, this script needs a Box of floats")
+        fail(f"--env-id: cannot use {args.env_id}: {error!r:.200}")
+    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
+        fail(f"--env-id: {args.env_id} has actions {env.action_space}, this script needs a Box of floats")
     env.close()
 
 
@@ -515,7 +507,7 @@ class Replayable(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         generator = getattr(self.unwrapped.np_random, "bit_generator", None)  # dm_control has an older kind
-        self.start = seed if seed is not None or generator is None else generator.state
+        self.start = seed, generator and generator.state
         self.actions = []
         self.raw, info = self.env.reset(seed=seed)
         return self.raw, info
@@ -530,70 +522,44 @@ class Replayable(gym.Wrapper):
 
     def load_state_dict(self, state) -> bool:
         """Returns whether the replay reproduced the last observation."""
-        seed = state["start"] if isinstance(state["start"], int) else None
-        if isinstance(state["start"], dict):
-            self.unwrapped.np_random.bit_generator.state = state["start"]
+        seed, generator = state["start"]
+        if generator:
+            self.unwrapped.np_random.bit_generator.state = generator
         self.reset(seed=seed)
         for action in state["actions"].numpy():
             self.step(action)
         return np.array_equal(self.raw, state["raw"].numpy())
 
 
-def make_envs(args: RunArgs, run_dir: Path) -> Envs:
-    envs = [Replayable(make_env(args)) for _ in range(args.num_envs - args.capture_video)]
-    if args.capture_video:
-        env = make_env(args, render_mode="rgb_array")
-        envs.insert(0, Replayable(gym.wrappers.RecordVideo(env, str(run_dir / "videos" / f"{time.time():.0f}"))))
-    return Envs(envs, args)
-
-
-def write(path: Path, content: dict):
-    """Atomic: an interruption or a full disk leaves the previous file."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    path.with_suffix(".part").write_bytes(buffer.getbuffer())
-    path.with_suffix(".part").replace(path)
-
-
-def save_policy(path: Path, agent: Agent, envs: Envs, args: RunArgs):
-    """Everything needed to act: the actor as in a rollout, and the scaling of observations."""
-    policy = dict(script=Path(__file__).stem, env_id=args.env_id, args=settings(args), activation=activation.__name__)
-    layers = [(weight.cpu().clone(), bias.cpu().clone()) for weight, bias in agent.actor.layers()]
-    policy |= dict(layers=layers, log_std=agent.log_std.detach().cpu().clone())
+def save(run_dir: Path, args: RunArgs, agent: Agent, optimizer, envs: Envs, progress):
+    """A checkpoint has everything needed to continue as if nothing had happened, a policy everything needed to act."""
+    stats = [(x.count, torch.tensor(x.mean), torch.tensor(x.m2)) for x in (envs.obs_stats, envs.return_stats)]
+    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), returns=list(progress.returns))
+    state |= dict(envs=[env.state_dict() for env in envs.envs], obs=torch.tensor(envs.obs), stats=stats)
+    state |= dict(episodes=envs.episodes, step=envs.global_step)
+    state |= dict(random=torch.get_rng_state(), random_cuda=torch.cuda.get_rng_state_all())
+    policy = dict(env_id=args.env_id, activation=activation.__name__, log_std=agent.log_std.detach().cpu())
+    policy |= dict(layers=[(weight.cpu(), bias.cpu()) for weight, bias in agent.actor.layers()])
     policy |= dict(obs_mean=torch.tensor(envs.obs_stats.mean), obs_std=torch.tensor(envs.obs_stats.std))
     policy |= dict(action_low=torch.tensor(envs.low), action_high=torch.tensor(envs.high))
-    write(path, policy)
-
-
-def settings(args: RunArgs) -> dict:
-    return {name: x for name, x in asdict(args).items() if name != "resume"}
-
-
-def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs, progress, writer, args: RunArgs):
-    """Everything needed to continue as if nothing had happened."""
-    writer.flush()
-    stats = [(x.count, torch.tensor(x.mean), torch.tensor(x.m2)) for x in (envs.obs_stats, envs.return_stats)]
-    state = dict(script=Path(__file__).stem, args=settings(args), iteration=iteration, step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
-    state |= dict(envs=[env.state_dict() for env in envs.envs], obs=torch.tensor(envs.obs), stats=stats)
-    state |= dict(episodes=envs.episodes, seconds=progress.seconds(), returns=list(progress.returns))
-    if torch.cuda.is_available():
-        state["random_cuda"] = torch.cuda.get_rng_state_all()
-    write(run_dir / "checkpoint.pt", state)
+    for name, content in (("checkpoint", state), ("policy", policy)):
+        buffer = io.BytesIO()
+        torch.save(dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None)) | content, buffer)
+        part = run_dir / f"{name}.part"  # until it is whole: an interruption or a full disk leaves the previous file
+        part.write_bytes(buffer.getbuffer())
+        part.replace(run_dir / f"{name}.pt")
 
 
 def load_checkpoint(run_dir: Path) -> dict:
     path, script = run_dir / "checkpoint.pt", Path(__file__).stem
     try:
-        if zipfile.ZipFile(path).testzip():  # torch does not look at the checksums
-            raise ValueError("a checksum is wrong")
+        corrupt = zipfile.ZipFile(path).testzip()  # torch does not look at the checksums
         state = torch.load(path, weights_only=True, map_location="cpu")
-        owner, names = state["script"], state["args"].keys()
+        if corrupt or state["script"] != script or state["args"].keys() != asdict(RunArgs()).keys():
+            raise ValueError(f"corrupt, or written by {state['script']}.py or another version of {script}.py")
+        return state
     except Exception as error:  # a file that is not a checkpoint may raise anything
-        fail(f"--resume: {path} is not a checkpoint, or is corrupt ({first_line(error)})")
-    if owner != script or names != settings(RunArgs()).keys():
-        fail(f"--resume: {path} was written by {owner}.py or by another version of {script}.py")
-    return state
+        fail(f"--resume: {path} cannot be used ({error!r:.200})")
 
 
 def restore(state: dict, agent: Agent, optimizer, envs: Envs):
@@ -606,76 +572,66 @@ def restore(state: dict, agent: Agent, optimizer, envs: Envs):
         if not env.load_state_dict(episode):
             print("this task is not deterministic: restarting the episode in progress", file=sys.stderr)
             envs.obs[i], envs.episodes[i] = envs.normalize(env.reset()[0]), (0.0, 0, 0.0)
-    if "random_cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["random_cuda"])
     torch.set_rng_state(state["random"])
+    torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
 class Progress:
     """A progress bar on a terminal, otherwise a line every half minute."""
 
-    def __init__(self, total: int, step: int = 0, seconds: float = 0.0, returns: list = ()):
-        self.returns, self.start, self.next_line = deque(returns, maxlen=100), time.time() - seconds, time.time() + 30
-        options = dict(unit="step", unit_scale=True, file=sys.stdout)
-        self.bar = tqdm(total=total, initial=step, disable=not (sys.stdout and sys.stdout.isatty()), **options)
+    def __init__(self, total: int, step: int = 0, returns: list = ()):
+        self.returns, self.first, self.start = deque(returns, maxlen=100), step, time.time()
+        self.next_line = self.start + 30
+        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, file=sys.stdout, disable=None)
 
-    def seconds(self) -> float:
-        return time.time() - self.start
-
-    def mean_return(self) -> float:
-        return float(np.mean(self.returns)) if self.returns else math.nan
-
-    def update(self, step: int, rate: float):
-        self.bar.set_postfix_str(f"return {self.mean_return():.2f}", refresh=False)
+    def update(self, step: int) -> float:
+        rate = (step - self.first) / (time.time() - self.start)  # of this process
+        result = f"return {np.mean(self.returns or math.nan):.2f}"
+        self.bar.set_postfix_str(result, refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.time() > self.next_line:
             left = tqdm.format_interval((self.bar.total - step) / rate)
-            say(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  return {self.mean_return():.2f}  {left} left")
+            say(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  {result}  {left} left")
             self.next_line = time.time() + 30
+        return rate
 
 
 @torch.no_grad()
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs, detailed: bool):
-    for name, values in stats.items():
-        writer.add_scalar(f"losses/{name}", values.mean().item(), step)
-    explained = 1 - batch.advantages.var() / batch.returns.var()
-    writer.add_scalar("losses/explained_variance", explained.item(), step)
+    scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
+    scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
     # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
-    writer.add_scalar("vsop/positive_advantages", (batch.advantages > 0).float().mean().item(), step)
-    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
-    writer.add_scalar("vsop/c_pi", c_pi.item(), step)
+    scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
+    scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
     obs = batch.obs[:: max(1, args.batch_size // 32)]
     generator = torch.Generator(obs.device).manual_seed(step)
     masks = sample_masks(2, 16, args.width, p=args.dropout_rate, device=obs.device, generator=generator)
     means = agent.actor(obs.repeat(16, 1), masks.repeat_interleave(len(obs), dim=1)).unflatten(0, (16, -1))
-    writer.add_scalar("vsop/disagreement", means.std(0).mean().item(), step)
+    scalars["vsop/disagreement"] = means.std(0).mean()
     if detailed:
         writer.add_histogram("vsop/advantages", batch.advantages, step)
         writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
         for name, network in (("actor", agent.actor), ("critic", agent.critic)):
             for i, (weight, _) in enumerate(network.layers()):
-                writer.add_scalar(f"spectral_norm/{name}_{i}", torch.linalg.matrix_norm(weight, 2).item(), step)
+                scalars[f"spectral_norm/{name}_{i}"] = torch.linalg.matrix_norm(weight, 2)
+    for name, x in scalars.items():
+        writer.add_scalar(name, x.item(), step)
 
 
 def compiled(function, device: torch.device):
     """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
-    options = dict(mode="reduce-overhead")
-    if device.type == "cpu":
-        # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        flags = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-        options = dict(options=flags)
-    current = torch.compile(function, dynamic=False, fullgraph=True, **options)
+    # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
+    flags = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+    options = dict(options=flags) if device.type == "cpu" else dict(mode="reduce-overhead")
+    fast = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
     def call(*inputs):
-        nonlocal current
         try:
-            return current(*inputs)
+            return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            if current is function:
-                raise
-            print(f"continuing uncompiled, at half the speed: {first_line(error.__cause__ or error)}", file=sys.stderr)
-            current = function
+            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            torch.compiler.set_stance("force_eager")
             return function(*inputs)
 
     return call
@@ -689,18 +645,17 @@ def open_run(args: RunArgs):
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         lock = open(run_dir / ".lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"--resume: another process is training in {run_dir}")
     except OSError as error:
-        fail(f"cannot train in {run_dir}: {error.strerror}")
+        fail(f"{run_dir} cannot be written, or another process is training there: {error.strerror}")
     return run_dir, lock
 
 
 def parse_args() -> RunArgs:
-    """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
+    """From the command line, in two boxes of --help. With --resume, the saved ones; what decides learning is fixed."""
     argv = [f"{float(x):.0f}" if re.fullmatch(r"\d+e\d+", x) else x for x in sys.argv[1:]]  # 1e6 is an integer too
     flags = dict(description=__doc__.partition("\n\n")[0], args=argv)
-    args = tyro.cli(RunArgs, **flags)
+    boxes = tyro.cli(dict, default=dict(learning=Args(), run=RunFlags()), config=[tyro.conf.OmitArgPrefixes], **flags)
+    args = RunArgs(**vars(boxes["learning"]), **vars(boxes["run"]))
     if args.resume:
         saved = RunArgs(**load_checkpoint(args.resume)["args"])
         args = tyro.cli(RunArgs, default=saved, **flags)
@@ -708,14 +663,13 @@ def parse_args() -> RunArgs:
             given, has = getattr(args, x.name), getattr(saved, x.name)
             if given != has and x.name != "total_timesteps":
                 fail(f"--{x.name.replace('_', '-')} {given} contradicts {args.resume}, which has {has}")
-    check_args(args)
     return args
 
 
-def train(args: RunArgs) -> Path:
+def train(args: RunArgs):
     if args.capture_video and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is imported
-    check_task(args)
+    check(args)
     run_dir, _lock = open_run(args)
     try:
         run(args, run_dir)
@@ -723,11 +677,10 @@ def train(args: RunArgs) -> Path:
         if isinstance(error, SystemExit) and error.code:  # from `fail` or a signal
             raise
         # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
-        known = r"OSError: .*(space left|quota|too large)|\w*MemoryError|RuntimeError: .*memory|UsageError"
-        if not re.match(known, first_line(error)):
+        known = r"OSError.*(space left|quota|too large)|\w*MemoryError|RuntimeError.*memory|UsageError"
+        if not re.match(known, repr(error)):
             traceback.print_exception(error)
-        fail(f"{first_line(error)}; what {run_dir} has is kept", code=1)
-    return run_dir
+        fail(f"{error!r:.200}; what {run_dir} has is kept", code=1)
 
 
 def run(args: RunArgs, run_dir: Path):
@@ -735,40 +688,38 @@ def run(args: RunArgs, run_dir: Path):
     threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    saved = load_checkpoint(run_dir) if args.resume else dict(iteration=0, step=0, seconds=0.0, returns=[])
-    if args.num_iterations <= saved["iteration"]:
+    saved = load_checkpoint(run_dir) if args.resume else dict(step=0, returns=[])
+    if args.num_iterations * args.batch_size <= saved["step"]:
         return say(f"{run_dir} is already at step {saved['step']}, nothing to do; --total-timesteps extends it")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
-        wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
-    envs = make_envs(args, run_dir)
+        wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
+    envs = [make_env(args) for _ in range(args.num_envs)]
+    if args.capture_video:
+        filmed = make_env(args, render_mode="rgb_array")
+        envs[0] = gym.wrappers.RecordVideo(filmed, str(run_dir / "videos" / f"{time.time():.0f}"))
+    envs = Envs([Replayable(env) for env in envs], args)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     if args.resume:
         try:
             restore(saved, agent, optimizer, envs)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {first_line(error)}")
+        except Exception as error:  # of another version of the task, for example
+            fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {error!r:.200}")
     say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
-    progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["seconds"], saved["returns"])
+    progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["returns"])
     writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
-    if not args.resume:
-        rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        save_checkpoint(run_dir, 0, agent, optimizer, envs, progress, writer, args)
+    rows = [f"|{name}|{value}|" for name, value in asdict(args).items()]
+    writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *rows]), saved["step"])
+    save(run_dir, args, agent, optimizer, envs, progress)
     signals = []  # received signals, handled after the current iteration; a second one exits immediately
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda number, frame: signals.append(number) or signal.signal(number, signal.SIG_DFL))
     function = compiled(gradients, device) if args.compile else gradients
     log_every = max(1, 2048 // args.batch_size)  # a rollout of a few steps is not worth a line
-    for iteration, batch, stats in learn(args, envs, agent, optimizer, device, function, saved["iteration"]):
+    for iteration, batch, stats in learn(args, envs, agent, optimizer, device, function):
         step, last = envs.global_step, iteration == args.num_iterations
         if not (stats["grad_norm"].isfinite().all() and np.isfinite(envs.obs_stats.m2).all()):
             fail(f"a loss or an observation is not finite at step {step}; what {run_dir} has is kept", code=1)
@@ -778,22 +729,19 @@ def run(args: RunArgs, run_dir: Path):
             progress.returns.append(episode_return)
         envs.finished.clear()
         if last or iteration % log_every == 0:
-            rate = step / progress.seconds()
-            progress.update(step, rate)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], step)
-            writer.add_scalar("charts/SPS", rate, step)
+            writer.add_scalar("charts/SPS", progress.update(step), step)
             log(writer, step, agent, batch, stats, args, detailed=last or iteration % (10 * log_every) == 0)
         if last or signals or step % args.checkpoint_every < args.batch_size:
-            save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-            save_policy(run_dir / "policy.pt", agent, envs, args)
+            writer.flush()
+            save(run_dir, args, agent, optimizer, envs, progress)
         if signals:
             print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
             sys.exit(128 + signals[0])
     progress.bar.close()
     writer.close()
-    if args.track:
-        wandb.finish()
-    say(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {progress.mean_return():.2f}")
+    mean = np.mean(progress.returns or math.nan)
+    say(f"{run_dir}: mean return of the last {len(progress.returns)} episodes {mean:.2f}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ import time
 import traceback
 import zipfile
 from collections import deque, namedtuple
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -396,11 +396,11 @@ def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()  # `gradients` differentiates by itself
-def learn(args: Args, envs: Envs, test_envs: Envs, agent: Agent, optimizer, device, gradients=gradients, start=0):
+def learn(args: Args, envs: Envs, test_envs: Envs, agent: Agent, optimizer, device, gradients=gradients):
     """The training loop. Yields after every iteration, for logging and checkpoints."""
     parameters = list(agent.parameters())
     obs = torch.empty((args.num_steps, *envs.obs.shape), dtype=torch.uint8, device=device)
-    for iteration in range(start + 1, args.num_iterations + 1):
+    for iteration in range(envs.global_step // args.batch_size + 1, args.num_iterations + 1):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         rollout = collect_rollout(envs, test_envs, agent, args, obs)
@@ -422,7 +422,7 @@ def learn(args: Args, envs: Envs, test_envs: Envs, agent: Agent, optimizer, devi
 
 
 @dataclass
-class RunArgs(Args):
+class RunFlags:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     cuda: bool = True  # use a GPU if there is one
     compile: bool = False  # compile the gradient with torch.compile, on a GPU; on CPU it gains nothing
@@ -431,6 +431,9 @@ class RunArgs(Args):
     track: bool = False  # track the run with Weights & Biases
     wandb_project_name: str = "vsop"  # W&B project
     wandb_entity: str | None = None  # W&B user or team
+
+
+RunArgs = make_dataclass("RunArgs", [], bases=(RunFlags, Args))  # all flags side by side
 
 
 def fail(message: str, code: int = 2):
@@ -445,26 +448,18 @@ def say(message: str):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def check_args(args: RunArgs):
-    limits = dict(seed=2**32 - 1, gamma=1, gae_lambda=1, dropout_rate=0.99)
+def check(args: RunArgs):
+    """Exits with one line if a flag is wrong or this script cannot train on the task."""
+    limits = dict(seed=(0, 2**32 - 1), total_timesteps=(args.batch_size, math.inf))  # one rollout at least
+    limits |= dict(gamma=(0, 1), gae_lambda=(0, 1), dropout_rate=(0, 0.99))
     for name, x in asdict(args).items():
-        low, high = int(type(x) is int and name != "seed"), limits.get(name, math.inf)
+        low, high = limits.get(name, (int(type(x) is int), math.inf))
         if type(x) in (int, float) and not low <= x <= high:
             fail(f"--{name.replace('_', '-')} must be in [{low}, {high}], got {x}")
     if args.batch_size % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
     if not (args.cuda and torch.cuda.is_available()) and (args.compile or args.mixed_precision):
         fail("--compile and --mixed-precision need --cuda and a GPU")
-
-
-def check_task(args: RunArgs):
-    """Exits with one line if this script cannot train on the task."""
     if args.env_id not in GAMES:
         near = difflib.get_close_matches(args.env_id, GAMES, n=3, cutoff=0.0)
         fail(f"--env-id: unknown game {args.env_id!r}; did you mean {', '.join(near)}?")
@@ -487,54 +482,38 @@ def make_envs(args, num_levels, seed):
     return envpool.make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
 
 
-def write(path: Path, content: dict):
-    """Atomic: an interruption or a full disk leaves the previous file."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    path.with_suffix(".part").write_bytes(buffer.getbuffer())
-    path.with_suffix(".part").replace(path)
-
-
 @torch.no_grad()
-def save_policy(path: Path, agent: Agent, args: RunArgs):
-    """Everything needed to act: the weights as in a rollout, with the spectral norm folded in."""
-    weights = {name: x.cpu().clone() for name, x in agent.state_dict().items() if name not in ("hidden.u", "hidden.v")}
+def save(run_dir: Path, args: RunArgs, agent: Agent, optimizer, envs: Envs, progress):
+    """A checkpoint has everything needed to continue, but for the episodes in progress. A policy has the weights as in
+    a rollout, with the spectral norm folded in."""
+    stats = (envs.return_stats.count, torch.tensor(envs.return_stats.mean), torch.tensor(envs.return_stats.m2))
+    weights = {name: x.cpu().clone() for name, x in agent.state_dict().items()}
+    state = dict(agent=weights, optimizer=optimizer.state_dict(), stats=stats, step=envs.global_step)
+    state |= dict(returns=list(progress.returns), test_returns=list(progress.test_returns))
+    state |= dict(random=torch.get_rng_state(), random_cuda=torch.cuda.get_rng_state_all())
+    weights = {name: x for name, x in weights.items() if name not in ("hidden.u", "hidden.v")}
     if args.spectral_norm:
         agent.hidden.converge()
-        weights["hidden.weight"] /= agent.hidden.sigma().cpu()
-    policy = dict(script=Path(__file__).stem, env_id=args.env_id, args=settings(args), weights=weights)
-    write(path, policy)
-
-
-def settings(args: RunArgs) -> dict:
-    return {name: x for name, x in asdict(args).items() if name != "resume"}
-
-
-def save_checkpoint(run_dir: Path, iteration: int, agent, optimizer, envs: Envs, progress, writer, args: RunArgs):
-    """Everything needed to continue, but for the episodes in progress."""
-    writer.flush()
-    stats = (envs.return_stats.count, torch.tensor(envs.return_stats.mean), torch.tensor(envs.return_stats.m2))
-    state = dict(script=Path(__file__).stem, args=settings(args), iteration=iteration, step=envs.global_step)
-    state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
-    state |= dict(stats=stats, seconds=progress.seconds())
-    state |= dict(returns=list(progress.returns), test_returns=list(progress.test_returns))
-    if torch.cuda.is_available():
-        state["random_cuda"] = torch.cuda.get_rng_state_all()
-    write(run_dir / "checkpoint.pt", state)
+        weights["hidden.weight"] = weights["hidden.weight"] / agent.hidden.sigma().cpu()
+    policy = dict(env_id=args.env_id, weights=weights)
+    for name, content in (("checkpoint", state), ("policy", policy)):
+        buffer = io.BytesIO()
+        torch.save(dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None)) | content, buffer)
+        part = run_dir / f"{name}.part"  # until it is whole: an interruption or a full disk leaves the previous file
+        part.write_bytes(buffer.getbuffer())
+        part.replace(run_dir / f"{name}.pt")
 
 
 def load_checkpoint(run_dir: Path) -> dict:
     path, script = run_dir / "checkpoint.pt", Path(__file__).stem
     try:
-        if zipfile.ZipFile(path).testzip():  # torch does not look at the checksums
-            raise ValueError("a checksum is wrong")
+        corrupt = zipfile.ZipFile(path).testzip()  # torch does not look at the checksums
         state = torch.load(path, weights_only=True, map_location="cpu")
-        owner, names = state["script"], state["args"].keys()
+        if corrupt or state["script"] != script or state["args"].keys() != asdict(RunArgs()).keys():
+            raise ValueError(f"corrupt, or written by {state['script']}.py or another version of {script}.py")
+        return state
     except Exception as error:  # a file that is not a checkpoint may raise anything
-        fail(f"--resume: {path} is not a checkpoint, or is corrupt ({first_line(error)})")
-    if owner != script or names != settings(RunArgs()).keys():
-        fail(f"--resume: {path} was written by {owner}.py or by another version of {script}.py")
-    return state
+        fail(f"--resume: {path} cannot be used ({error!r:.200})")
 
 
 def restore(state: dict, agent: Agent, optimizer, envs: Envs, test_envs: Envs):
@@ -544,78 +523,69 @@ def restore(state: dict, agent: Agent, optimizer, envs: Envs, test_envs: Envs):
     envs.global_step = test_envs.global_step = state["step"]
     count, mean, m2 = state["stats"]
     envs.return_stats.count, envs.return_stats.mean, envs.return_stats.m2 = count, mean.numpy(), m2.numpy()
-    if "random_cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["random_cuda"])
     torch.set_rng_state(state["random"])
+    torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
 class Progress:
     """A progress bar on a terminal, otherwise a line every half minute."""
 
-    def __init__(self, total: int, step: int = 0, seconds: float = 0.0, returns: list = (), test_returns: list = ()):
+    def __init__(self, total: int, step: int = 0, returns: list = (), test_returns: list = ()):
         self.returns, self.test_returns = deque(returns, maxlen=100), deque(test_returns, maxlen=100)
-        self.start, self.next_line = time.time() - seconds, time.time() + 30
-        options = dict(unit="step", unit_scale=True, file=sys.stdout)
-        self.bar = tqdm(total=total, initial=step, disable=not (sys.stdout and sys.stdout.isatty()), **options)
+        self.first, self.start = step, time.time()
+        self.next_line = self.start + 30
+        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, file=sys.stdout, disable=None)
 
-    def seconds(self) -> float:
-        return time.time() - self.start
+    def means(self) -> list[float]:
+        """Of the returns of training and of test episodes."""
+        return [np.mean(x or math.nan) for x in (self.returns, self.test_returns)]
 
-    def mean_returns(self) -> list[float]:
-        """Of training and of test episodes."""
-        return [float(np.mean(x)) if x else math.nan for x in (self.returns, self.test_returns)]
-
-    def update(self, step: int, rate: float):
-        results = "return {:.2f}  test {:.2f}".format(*self.mean_returns())
-        self.bar.set_postfix_str(results, refresh=False)
+    def update(self, step: int) -> float:
+        rate = (step - self.first) / (time.time() - self.start)  # of this process
+        result = "return {:.2f}  test {:.2f}".format(*self.means())
+        self.bar.set_postfix_str(result, refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.time() > self.next_line:
             left = tqdm.format_interval((self.bar.total - step) / rate)
-            say(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  {results}  {left} left")
+            say(f"step {step}/{self.bar.total}  {rate:.0f} steps/s  {result}  {left} left")
             self.next_line = time.time() + 30
+        return rate
 
 
 @torch.no_grad()
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs):
-    for name, values in stats.items():
-        writer.add_scalar(f"losses/{name}", values.mean().item(), step)
-    explained = 1 - batch.advantages.var() / batch.returns.var()
-    writer.add_scalar("losses/explained_variance", explained.item(), step)
+    scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
+    scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
     # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
-    writer.add_scalar("vsop/positive_advantages", (batch.advantages > 0).float().mean().item(), step)
-    c_pi = torch.relu(args.gamma * batch.next_values - batch.values).mean()
-    writer.add_scalar("vsop/c_pi", c_pi.item(), step)
+    scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
+    scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
     obs = batch.obs[:: max(1, args.batch_size // 32)]
     generator = torch.Generator(obs.device).manual_seed(step)
     masks = sample_masks(16, FEATURES + WIDTH, p=args.dropout_rate, device=obs.device, generator=generator)
     logits, _ = infer(agent, obs.repeat(16, 1, 1, 1), masks.repeat_interleave(len(obs), dim=0), args)
-    disagreement = logits.softmax(-1).unflatten(0, (16, -1)).std(0).mean()
-    writer.add_scalar("vsop/disagreement", disagreement.item(), step)
+    scalars["vsop/disagreement"] = logits.softmax(-1).unflatten(0, (16, -1)).std(0).mean()
     writer.add_histogram("vsop/advantages", batch.advantages, step)
     writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
     weight = agent.hidden.weight / (agent.hidden.sigma() if args.spectral_norm else 1.0)
-    writer.add_scalar("spectral_norm/hidden", torch.linalg.matrix_norm(weight, 2).item(), step)
+    scalars["spectral_norm/hidden"] = torch.linalg.matrix_norm(weight, 2)
+    for name, x in scalars.items():
+        writer.add_scalar(name, x.item(), step)
 
 
 def compiled(function, device: torch.device):
     """The function compiled, or as it is where that fails: without a working C++ compiler, for example."""
-    options = dict(mode="reduce-overhead")
-    if device.type == "cpu":
-        # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
-        flags = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
-        options = dict(options=flags)
-    current = torch.compile(function, dynamic=False, fullgraph=True, **options)
+    # Kernels and the calls to them as two files: gcc takes 20 s for both in one, and 8 s for the two.
+    flags = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
+    options = dict(options=flags) if device.type == "cpu" else dict(mode="reduce-overhead")
+    fast = torch.compile(function, dynamic=False, fullgraph=True, **options)
 
     def call(*inputs):
-        nonlocal current
         try:
-            return current(*inputs)
+            return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            if current is function:
-                raise
-            print(f"continuing uncompiled, at half the speed: {first_line(error.__cause__ or error)}", file=sys.stderr)
-            current = function
+            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            torch.compiler.set_stance("force_eager")
             return function(*inputs)
 
     return call
@@ -629,18 +599,17 @@ def open_run(args: RunArgs):
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         lock = open(run_dir / ".lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"--resume: another process is training in {run_dir}")
     except OSError as error:
-        fail(f"cannot train in {run_dir}: {error.strerror}")
+        fail(f"{run_dir} cannot be written, or another process is training there: {error.strerror}")
     return run_dir, lock
 
 
 def parse_args() -> RunArgs:
-    """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
+    """From the command line, in two boxes of --help. With --resume, the saved ones; what decides learning is fixed."""
     argv = [f"{float(x):.0f}" if re.fullmatch(r"\d+e\d+", x) else x for x in sys.argv[1:]]  # 1e6 is an integer too
     flags = dict(description=__doc__.partition("\n\n")[0], args=argv)
-    args = tyro.cli(RunArgs, **flags)
+    boxes = tyro.cli(dict, default=dict(learning=Args(), run=RunFlags()), config=[tyro.conf.OmitArgPrefixes], **flags)
+    args = RunArgs(**vars(boxes["learning"]), **vars(boxes["run"]))
     if args.resume:
         saved = RunArgs(**load_checkpoint(args.resume)["args"])
         args = tyro.cli(RunArgs, default=saved, **flags)
@@ -648,12 +617,11 @@ def parse_args() -> RunArgs:
             given, has = getattr(args, x.name), getattr(saved, x.name)
             if given != has and x.name != "total_timesteps":
                 fail(f"--{x.name.replace('_', '-')} {given} contradicts {args.resume}, which has {has}")
-    check_args(args)
     return args
 
 
-def train(args: RunArgs) -> Path:
-    check_task(args)
+def train(args: RunArgs):
+    check(args)
     run_dir, _lock = open_run(args)
     try:
         run(args, run_dir)
@@ -661,11 +629,10 @@ def train(args: RunArgs) -> Path:
         if isinstance(error, SystemExit) and error.code:  # from `fail` or a signal
             raise
         # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
-        known = r"OSError: .*(space left|quota|too large)|\w*MemoryError|RuntimeError: .*memory|UsageError"
-        if not re.match(known, first_line(error)):
+        known = r"OSError.*(space left|quota|too large)|\w*MemoryError|RuntimeError.*memory|UsageError"
+        if not re.match(known, repr(error)):
             traceback.print_exception(error)
-        fail(f"{first_line(error)}; what {run_dir} has is kept", code=1)
-    return run_dir
+        fail(f"{error!r:.200}; what {run_dir} has is kept", code=1)
 
 
 def run(args: RunArgs, run_dir: Path):
@@ -673,17 +640,16 @@ def run(args: RunArgs, run_dir: Path):
     threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    new = dict(iteration=0, step=0, seconds=0.0, returns=[], test_returns=[])
-    saved = load_checkpoint(run_dir) if args.resume else new
-    if args.num_iterations <= saved["iteration"]:
+    saved = load_checkpoint(run_dir) if args.resume else dict(step=0, returns=[], test_returns=[])
+    if args.num_iterations * args.batch_size <= saved["step"]:
         return say(f"{run_dir} is already at step {saved['step']}, nothing to do; --total-timesteps extends it")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
-        wandb.init(**where, resume="allow", config=settings(args), sync_tensorboard=True, save_code=True)
+        wandb.init(**where, resume="allow", config=asdict(args), sync_tensorboard=True, save_code=True)
     # With the same seeds a resumed run would play its first episodes once more.
-    seeds = np.random.SeedSequence([args.seed, saved["iteration"]]).generate_state(2) >> 1
+    seeds = np.random.SeedSequence([args.seed, saved["step"] // args.batch_size]).generate_state(2) >> 1
     envs = Envs(make_envs(args, args.num_levels, int(seeds[0])), args)
     test_envs = Envs(make_envs(args, 0, int(seeds[1])), args)
     agent = Agent(envs, args).to(device)
@@ -691,27 +657,21 @@ def run(args: RunArgs, run_dir: Path):
     if args.resume:
         try:
             restore(saved, agent, optimizer, envs, test_envs)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {first_line(error)}")
+        except Exception as error:  # of another version of the task, for example
+            fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {error!r:.200}")
     say(f"{run_dir}: {args.env_id}, on {device}" + (", compiling in the first iteration" if args.compile else ""))
-    counters = (saved[name] for name in ("step", "seconds", "returns", "test_returns"))
-    progress = Progress(args.num_iterations * args.batch_size, *counters)
+    returns = (saved["returns"], saved["test_returns"])
+    progress = Progress(args.num_iterations * args.batch_size, saved["step"], *returns)
     writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
-    if not args.resume:
-        rows = "\n".join(f"|{name}|{value}|" for name, value in settings(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        save_checkpoint(run_dir, 0, agent, optimizer, envs, progress, writer, args)
+    rows = [f"|{name}|{value}|" for name, value in asdict(args).items()]
+    writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *rows]), saved["step"])
+    save(run_dir, args, agent, optimizer, envs, progress)
     signals = []  # received signals, handled after the current iteration; a second one exits immediately
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda number, frame: signals.append(number) or signal.signal(number, signal.SIG_DFL))
     function = compiled(gradients, device) if args.compile else gradients
     played = (("charts", envs, progress.returns), ("test", test_envs, progress.test_returns))
-    loop = learn(args, envs, test_envs, agent, optimizer, device, function, saved["iteration"])
+    loop = learn(args, envs, test_envs, agent, optimizer, device, function)
     for iteration, batch, stats in loop:
         step, last = envs.global_step, iteration == args.num_iterations
         if not stats["grad_norm"].isfinite().all():
@@ -723,24 +683,20 @@ def run(args: RunArgs, run_dir: Path):
                 returns.append(episode_return)
             games.finished.clear()
         if progress.returns and progress.test_returns:
-            mean, test_mean = progress.mean_returns()
+            mean, test_mean = progress.means()
             writer.add_scalar("test/gap", mean - test_mean, step)
-        rate = step / progress.seconds()
-        progress.update(step, rate)
         writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], step)
-        writer.add_scalar("charts/SPS", rate, step)
+        writer.add_scalar("charts/SPS", progress.update(step), step)
         log(writer, step, agent, batch, stats, args)
         if last or signals or step % args.checkpoint_every < args.batch_size:
-            save_checkpoint(run_dir, iteration, agent, optimizer, envs, progress, writer, args)
-            save_policy(run_dir / "policy.pt", agent, args)
+            writer.flush()
+            save(run_dir, args, agent, optimizer, envs, progress)
         if signals:
             print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
             sys.exit(128 + signals[0])
     progress.bar.close()
     writer.close()
-    if args.track:
-        wandb.finish()
-    for (_, _, returns), kind, mean in zip(played, ("training", "test"), progress.mean_returns()):
+    for (_, _, returns), kind, mean in zip(played, ("training", "test"), progress.means()):
         say(f"{run_dir}: mean return of the last {len(returns)} {kind} episodes {mean:.2f}")
 
 

@@ -14,7 +14,7 @@ from common import ROOT, Parser, fail, positive
 sys.path.insert(0, str(ROOT))
 
 # isort: split
-from vsop_continuous import Progress, RunArgs, check_task, make_env, open_run, say
+from vsop_continuous import Progress, RunArgs, check, make_env, open_run, say
 
 # isort: split
 import gymnasium as gym
@@ -88,9 +88,7 @@ class Log(BaseCallback):
                 self.writer.add_scalar("charts/episodic_return", info["episode"]["r"], step)
                 self.writer.add_scalar("charts/episodic_length", info["episode"]["l"], step)
         if step % LOG_EVERY == 0 or step == self.total:
-            rate = step / self.progress.seconds()
-            self.progress.update(step, rate)
-            self.writer.add_scalar("charts/SPS", rate, step)
+            self.writer.add_scalar("charts/SPS", self.progress.update(step), step)
             for name in ("actor_loss", "critic_loss", "ent_coef"):
                 if (x := self.logger.name_to_value.get(f"train/{name}")) is not None:
                     self.writer.add_scalar(f"losses/{name}", x, step)
@@ -100,7 +98,7 @@ class Log(BaseCallback):
 def main():
     args = parse()
     run = RunArgs(env_id=args.env_id, seed=args.seed, exp_name=args.algorithm)
-    check_task(run)
+    check(run)
     torch.set_num_threads(1)
     env = gym.wrappers.DtypeObservation(make_env(run), np.float32)  # half the memory, as in CleanRL
     if not env.action_space.is_bounded():
@@ -111,7 +109,8 @@ def main():
         say(f"{run_dir}: {args.algorithm.upper()} on {args.env_id}")
         make_model(args, env).learn(args.total_timesteps, callback=log, log_interval=None)
         log.progress.bar.close()
-    say(f"{run_dir}: mean return of the last {len(log.progress.returns)} episodes {log.progress.mean_return():.2f}")
+    returns = log.progress.returns
+    say(f"{run_dir}: mean return of the last {len(returns)} episodes {np.mean(returns or np.nan):.2f}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,10 @@ def test_help_lists_every_flag_with_its_meaning(name, monkeypatch, capsys):
     for flag in vars(load(name).RunArgs()):
         assert flag.replace("_", "-") in text, flag
     assert load(name).__doc__.split(":")[0] in text
+    learning, run = text.split(" run options ")  # what decides the learning has a box of its own
+    learning = learning.split(" learning options ")[1]
+    assert "--learning-rate" in learning and "--gamma" in learning and "--seed" in learning
+    assert "--checkpoint-every" in run and "--resume" in run and "--learning-rate" not in run
 
 
 BAD = [  # the first flag is the one to blame
@@ -113,7 +118,7 @@ def test_every_script_checks_its_input(name, capsys):
     script = load(name)
     for bad in (dict(learning_rate=-1.0), dict(num_steps=0), dict(num_minibatches=3), dict(total_timesteps=0)):
         with pytest.raises(SystemExit, match="2"):
-            script.check_args(script.RunArgs(**bad))
+            script.check(script.RunArgs(**bad))
         assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -210,16 +215,20 @@ def test_learning_rate_is_annealed_unless_told_otherwise(tmp_path):
         assert rates == pytest.approx(expected)
 
 
-def test_a_plain_line_now_and_then_when_the_output_is_not_a_terminal(capsys):
+def test_a_plain_line_now_and_then_when_the_output_is_not_a_terminal(capsys, monkeypatch):
     script = load("vsop_continuous")
+    now = 0.0
+    monkeypatch.setattr(script, "time", SimpleNamespace(time=lambda: now))
     progress = script.Progress(10_000_000)
     progress.returns.extend([1.0, 2.0])
-    progress.update(1000, 100.0)
+    now = 10.0
+    assert progress.update(1000) == 100.0
     assert capsys.readouterr().out == ""
-    progress.next_line = 0.0
-    progress.update(4000, 100.0)
+    now = 40.0
+    progress.update(4000)
     assert capsys.readouterr().out == "step 4000/10000000  100 steps/s  return 1.50  27:46:00 left\n"
-    progress.update(5000, 100.0)
+    now = 50.0
+    progress.update(5000)
     assert capsys.readouterr().out == ""
 
 

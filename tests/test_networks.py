@@ -106,7 +106,7 @@ def test_numpy_actor_is_the_torch_actor(script):
     for parameter in agent.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     obs = torch.randn(7, 5)
-    layers = script.numpy_layers(agent.actor)
+    layers = agent.actor.numpy_layers()
     mean = agent.actor(obs).detach().numpy()
     np.testing.assert_allclose(script.numpy_forward(layers, obs.numpy()), mean, atol=1e-5)
     if hasattr(script, "sample_masks"):

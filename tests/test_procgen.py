@@ -365,8 +365,11 @@ def test_a_run_that_was_stopped_resumes(name, tmp_path):
     options = (*TINY, *"--num-steps 32 --total-timesteps 100000 --checkpoint-every 1024 --env-id bossfight".split())
     command = [sys.executable, str(ROOT / f"{name}.py"), *options]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        while not list(tmp_path.glob("runs/*/policy.pt")) and process.poll() is None:
+        while process.poll() is None:
             time.sleep(0.1)
+            found = list(tmp_path.glob("runs/*/checkpoint.pt"))
+            if found and torch.load(found[0], weights_only=True)["step"]:
+                break
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
         assert re.match(r"stopped at step \d+; .*--resume", process.stderr.read())
@@ -401,7 +404,8 @@ def test_a_run_that_was_stopped_resumes(name, tmp_path):
 def test_enjoy_acts_as_the_script_does(script, tmp_path):
     args, envs, agent = make(script)
     agent.actor.weight.data *= 50
-    script.save_policy(tmp_path / "policy.pt", agent, script.RunArgs(**vars(args)))
+    optimizer = script.make_optimizer(agent, args)
+    script.save(tmp_path, script.RunArgs(**vars(args)), agent, optimizer, envs, script.Progress(1))
     policy = enjoy.load_policy(tmp_path)
 
     class Draw:  # stands where a probability ends: the action is one or the other

@@ -21,7 +21,7 @@ BY_MASKS, BY_TASK = [BAYESIAN, PLAIN, {GAME_VSOP}, {GAME_PPO}], [set(SCRIPTS), G
 BY_CRITIC = [{VSOP, VSPPO}, PLAIN, {RMPG}, {GAME_VSOP}, {GAME_PPO}]
 DIFFERENT = {
     "Args": (OWN, "flags and defaults are the algorithm's"),
-    "check_args": (BY_MASKS, MASKS + "; games on a GPU may use mixed precision"),
+    "check": (BY_MASKS, MASKS + "; " + FRAMES),
     "loss_function": (OWN, "the objective is the algorithm"),
     "MLP": ([BAYESIAN, PLAIN], MASKS),
     "numpy_forward": ([BAYESIAN, PLAIN], MASKS),
@@ -33,12 +33,11 @@ DIFFERENT = {
     "Agent": (BY_CRITIC, MASKS + "; RMPG's critic is q(s, a)"),
     "compute_advantages": (BY_CRITIC, MASKS + "; RMPG has the values of all actions"),
     "make_optimizer": ([BAYESIAN, {A3C}, {PPO, GAME_PPO}, {GAME_VSOP}], "AdamW, RMSProp and Adam, as in the paper"),
-    "save_policy": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
+    "save": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
     **{
         name: (BY_TASK, FRAMES)
         for name in (
-            "Envs", "learn", "RunArgs", "check_task", "make_envs", "save_checkpoint", "restore", "Progress",
-            "train", "run",
+            "Envs", "learn", "RunFlags", "restore", "Progress", "train", "run",
         )
     },
 }  # fmt: skip
