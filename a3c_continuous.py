@@ -31,7 +31,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 import zipfile
 from collections import deque, namedtuple
@@ -485,7 +484,8 @@ class Progress:
     def __init__(self, total: int, step: int = 0, returns: list = ()):
         self.returns, self.first, self.start = deque(returns, maxlen=100), step, time.time()
         self.next_line = self.start + 30
-        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, file=sys.stdout, disable=None)
+        options = dict(unit="step", unit_scale=True, file=sys.stdout)
+        self.bar = tqdm(total=total, initial=step, disable=not (sys.stdout and sys.stdout.isatty()), **options)
 
     def update(self, step: int) -> float:
         rate = (step - self.first) / (time.time() - self.start)  # of this process
@@ -576,7 +576,7 @@ def train(args: RunArgs):
         # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
         known = r"OSError.*(space left|quota|too large)|\w*MemoryError|RuntimeError.*memory|UsageError"
         if not re.match(known, repr(error)):
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)
         fail(f"{error!r:.200}; what {run_dir} has is kept", code=1)
 
 

@@ -45,7 +45,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import zipfile
 from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -534,7 +533,8 @@ class Progress:
         self.returns, self.test_returns = deque(returns, maxlen=100), deque(test_returns, maxlen=100)
         self.first, self.start = step, time.time()
         self.next_line = self.start + 30
-        self.bar = tqdm(total=total, initial=step, unit="step", unit_scale=True, file=sys.stdout, disable=None)
+        options = dict(unit="step", unit_scale=True, file=sys.stdout)
+        self.bar = tqdm(total=total, initial=step, disable=not (sys.stdout and sys.stdout.isatty()), **options)
 
     def means(self) -> list[float]:
         """Of the returns of training and of test episodes."""
@@ -631,7 +631,7 @@ def train(args: RunArgs):
         # A full disk or memory, or W&B without an account, is told in one line. A task's own error has its traceback.
         known = r"OSError.*(space left|quota|too large)|\w*MemoryError|RuntimeError.*memory|UsageError"
         if not re.match(known, repr(error)):
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)
         fail(f"{error!r:.200}; what {run_dir} has is kept", code=1)
 
 
