@@ -26,7 +26,6 @@ Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and
 
 import fcntl
 import json
-import math
 import os
 import signal
 import sys
@@ -36,7 +35,6 @@ from collections import namedtuple
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +51,6 @@ import tyro
 from gymnax.environments.spaces import Box, Discrete
 from jax import random
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
@@ -104,11 +101,11 @@ Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")  #
 
 
 # -------------------------------------------------------------------------------------------------------- networks
-def init_layers(key, *sizes, out_gain):
+def init_layers(key, inputs, outputs, out_gain, args):
     """(weight, bias) of two hidden layers and the output."""
-    gains, keys = (math.sqrt(2), math.sqrt(2), out_gain), random.split(key, 3)
-    weights = [jax.nn.initializers.orthogonal(gains[i])(keys[i], sizes[i : i + 2]) for i in range(3)]
-    return [(weight, jnp.zeros(weight.shape[1])) for weight in weights]
+    sizes, gains = (inputs, args.width, args.width, outputs), (2**0.5, 2**0.5, out_gain)
+    layers = zip(random.split(key, 3), gains, sizes, sizes[1:])
+    return [(jax.nn.initializers.orthogonal(gain)(key, (m, n)), jnp.zeros(n)) for key, gain, m, n in layers]
 
 
 def power_iteration(params):
@@ -143,7 +140,7 @@ def logprobs_and_entropy(outputs, log_std, actions):
         logprobs = (logits * jax.nn.one_hot(actions, outputs.shape[-1])).sum(-1)
         return logprobs, -(jnp.exp(logits) * logits).sum(-1)
     logprobs = jax.scipy.stats.norm.logpdf(actions, outputs, jnp.exp(log_std)).sum(-1)
-    return logprobs, (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    return logprobs, (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum()
 
 
 # -------------------------------------------------------------------------------------------------------- learning
@@ -241,16 +238,15 @@ def init(seed, env, args) -> dict:
     key, key_envs, key_actor, key_critic = random.split(random.PRNGKey(seed), 4)
     obs, env_state = jax.vmap(env.reset)(random.split(key_envs, args.num_envs))
     obs, space = obs.reshape(args.num_envs, -1), env.action_space()
-    action_dim = space.n if isinstance(space, Discrete) else space.shape[0]
-    sizes, zeros = (obs.shape[1], args.width, args.width), jnp.zeros(obs.shape[1])
-    envs = dict(state=env_state, obs=obs, obs_stats=(0.0, zeros, zeros), return_stats=(0.0, 0.0, 0.0))
+    obs_stats = (0.0, *jnp.zeros((2, obs.shape[1])))
+    envs = dict(state=env_state, obs=obs, obs_stats=obs_stats, return_stats=(0.0, 0.0, 0.0))
     # Return, length and discounted return of the episodes in progress, and of the last that ended: NaN if none has.
     envs |= dict(tally=jnp.zeros((3, args.num_envs)), ended=jnp.full((3, args.num_envs), jnp.nan))
-    params = dict(log_std=None if isinstance(space, Discrete) else jnp.zeros(action_dim))
-    params["actor"] = init_layers(key_actor, *sizes, action_dim, out_gain=0.01)
-    params["critic"] = init_layers(key_critic, *sizes, 1, out_gain=1.0)
+    outputs, log_std = (space.n, None) if isinstance(space, Discrete) else (space.shape[0], jnp.zeros(space.shape))
+    actor = init_layers(key_actor, obs.shape[1], outputs, 0.01, args)
+    critic = init_layers(key_critic, obs.shape[1], 1, 1.0, args)
     vectors = [jnp.ones(args.width)] * 2 if args.spectral_norm else []
-    params["vectors"] = dict(actor=vectors, critic=vectors)
+    params = dict(actor=actor, critic=critic, log_std=log_std, vectors=dict(actor=vectors, critic=vectors))
     return dict(iteration=0, key=key, envs=envs, params=params, opt_state=make_optimizer(args).init(params))
 
 
@@ -278,8 +274,8 @@ def update(state, env, args):
     bits, shape = args.batch_size.bit_length(), (args.update_epochs, args.batch_size)
     orders = jnp.sort(random.bits(key_orders, shape) << bits | jnp.arange(args.batch_size, dtype=jnp.uint32))
     orders = (orders % 2**bits).reshape(args.update_epochs * args.num_minibatches, -1)
-    xs = (orders, random.split(key_masks, len(orders)))
-    (params, opt_state), stats = jax.lax.scan(step, (params, state["opt_state"]), xs)
+    keys = random.split(key_masks, len(orders))
+    (params, opt_state), stats = jax.lax.scan(step, (params, state["opt_state"]), (orders, keys))
     stats = {f"losses/{name}": x.mean() for name, x in stats.items()} | {"charts/learning_rate": lr}
     stats["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
     return dict(iteration=state["iteration"] + 1, key=key, envs=envs, params=params, opt_state=opt_state), stats
@@ -312,83 +308,73 @@ def fail(message: str, code: int = 2):
     sys.exit(code)
 
 
-class BraxEnv:
-    """A task of Brax with the interface of Gymnax. A reset costs as much as many steps: as in Brax's own training, an
-    environment starts all its episodes alike."""
-
-    def __init__(self, name):
+def make_env(env_id: str):
+    """A task of Gymnax, or one of Brax with the interface of Gymnax. There a reset costs as much as many steps: as in
+    Brax's own training, an environment starts all its episodes alike."""
+    try:
+        if not env_id.startswith("brax/"):
+            return gymnax.make(env_id)[0]
         with redirect_stdout(None):  # it prints which optional packages it lacks
             from brax import envs
-        self.env = envs.create(name, auto_reset=False)  # with a time limit of 1,000 steps
-
-    def action_space(self):
-        return Box(-1.0, 1.0, (self.env.action_size,))
-
-    def reset(self, key):
-        state = self.env.reset(key)
-        return state.obs, (state, state)
-
-    def step(self, key, states, action):
-        first, state = states[0], self.env.step(states[1], action.clip(-1.0, 1.0))
-        truncated = state.info["truncation"] > 0
-        then = jax.tree.map(lambda x, y: jnp.where(state.done, x, y), first, state)
-        info = dict(final_observation=state.obs)
-        return then.obs, (first, then), state.reward, (state.done > 0) & ~truncated, truncated, info
-
-
-def make_env(env_id: str):
-    try:
-        env = BraxEnv(env_id.removeprefix("brax/")) if env_id.startswith("brax/") else gymnax.make(env_id)[0]
-        space = env.action_space()
+        task = envs.create(env_id.removeprefix("brax/"), auto_reset=False)  # with a time limit of 1,000 steps
     except Exception as error:  # a task may raise anything
         fail(f"cannot make {env_id}: {type(error).__name__}: {error}")
-    if not isinstance(space, Discrete) and not (isinstance(space, Box) and len(space.shape) == 1):
-        fail(f"{env_id} has actions {space}, this script needs Discrete ones or a Box with one dimension")
-    return env
+
+    def reset(key):
+        state = task.reset(key)
+        return state.obs, (state, state)
+
+    def step(key, states, action):
+        first, state = states[0], task.step(states[1], action.clip(-1.0, 1.0))
+        truncated, info = state.info["truncation"] > 0, dict(final_observation=state.obs)
+        then = jax.tree.map(partial(jnp.where, state.done), first, state)
+        return then.obs, (first, then), state.reward, (state.done > 0) & ~truncated, truncated, info
+
+    space = Box(-1.0, 1.0, (task.action_size,))
+    return namedtuple("BraxEnv", "reset step action_space")(reset, step, lambda: space)
 
 
-def write(path: Path, tree, args: RunArgs, **meta):
-    """The arrays of a tree by name, and the rest as JSON. Atomic: an interruption leaves the previous file."""
-    meta |= dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None))
-    leaves = jax.tree.leaves_with_path(tree)
-    arrays = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
-    part = path.with_suffix(".part")
+def write(path: Path, tree, args: RunArgs):
+    """The arrays of a tree by name, and the settings. Atomic: an interruption leaves the previous file."""
+    arrays = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in jax.tree.leaves_with_path(tree)}
+    part, meta = path.with_suffix(".part"), dict(script=Path(__file__).stem, args=asdict(args))
     with open(part, "wb") as file:
-        np.savez(file, meta=json.dumps(meta), **arrays)
+        np.savez(file, meta=json.dumps(meta, default=str), **arrays)
     part.replace(path)
 
 
-def save_checkpoint(run_dir: Path, states: dict, seconds: float, writers: list, args: RunArgs):
+def save_checkpoint(run_dir: Path, states: dict, writers: list, args: RunArgs):
     """Everything needed to continue as if nothing had happened and, for each seed, everything needed to act."""
     states = jax.device_get(states)
     for i, writer in enumerate(writers):
         writer.flush()
-        params, (_, mean, var) = jax.tree.map(itemgetter(i), (states["params"], states["envs"]["obs_stats"]))
-        policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
+        state = jax.tree.map(partial(np.take, indices=i, axis=0), states)
+        policy = dict(layers=normalized(state["params"], "actor"), log_std=state["params"]["log_std"])
         if args.norm_obs:
+            _, mean, var = state["envs"]["obs_stats"]
             policy |= dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8))
         write(run_dir / f"seed_{args.seed + i}" / "policy.npz", policy, args)
-    events = {str(path.relative_to(run_dir)): path.stat().st_size for path in run_dir.glob("*/events.*")}
-    write(run_dir / "checkpoint.npz", states, args, seconds=seconds, events=events)
+    write(run_dir / "checkpoint.npz", states, args)
 
 
 def load_checkpoint(run_dir: Path):
+    """The arguments and the arrays of a run."""
     path, script = run_dir / "checkpoint.npz", Path(__file__).stem
     try:
         arrays = dict(np.load(path))
         meta = json.loads(str(arrays.pop("meta")))
-        if meta["script"] == script and meta["args"].keys() == asdict(RunArgs()).keys():
-            return meta, arrays
+        if meta["script"] != script or meta["args"].keys() != asdict(RunArgs()).keys():
+            raise ValueError(f"of {meta['script']}.py or of another version")
+        return meta["args"], arrays
     except Exception as error:  # a file that is not a checkpoint may raise anything
-        fail(f"{path} is not a checkpoint, or is damaged ({type(error).__name__})")
-    fail(f"{path} was written by {meta['script']}.py or by another version of {script}.py")
+        fail(f"{path} is not a checkpoint of this {script}.py, or is damaged: {type(error).__name__}: {error}")
 
 
 def parse_args() -> RunArgs:
     """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
     first, _ = tyro.cli(RunArgs, add_help=False, return_unknown_args=True)
     family = MINATAR if first.env_id.endswith("-MinAtar") else BRAX if first.env_id.startswith("brax/") else {}
-    saved = load_checkpoint(first.resume)[0]["args"] if first.resume else dict(env_id=first.env_id) | family
+    saved = load_checkpoint(first.resume)[0] if first.resume else dict(env_id=first.env_id) | family
     args = tyro.cli(RunArgs, default=RunArgs(**saved))
     learning = asdict(Args()).keys() - {"total_timesteps"}
     for name, x in asdict(args).items():
@@ -411,21 +397,20 @@ def log(writers: list, step: int, rate: float, states: dict, stats: dict):
     stats |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
     stats["charts/SPS"] = np.full(len(writers), rate)
     for i, writer in enumerate(writers):
-        values = [Summary.Value(tag=tag, simple_value=x[i]) for tag, x in stats.items() if np.isfinite(x[i])]
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        values = [dict(tag=tag, simple_value=x[i]) for tag, x in stats.items() if np.isfinite(x[i])]
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=dict(value=values)))
 
 
 def run(args: RunArgs, env, run_dir: Path):
     seeds, log_every = np.arange(args.seed, args.seed + args.num_seeds), max(1, args.num_iterations // 100)
     states = jax.device_get(jax.jit(jax.vmap(partial(init, env=env, args=args)))(seeds))
-    meta = dict(seconds=0.0)
     if args.resume:
-        meta, arrays = load_checkpoint(run_dir)
-        states = jax.tree.unflatten(jax.tree.structure(states), arrays.values())
-    iteration, start = int(states["iteration"][0]), time.time() - meta["seconds"]
+        states = jax.tree.unflatten(jax.tree.structure(states), load_checkpoint(run_dir)[1].values())
+    iteration, start = int(states["iteration"][0]), time.time()
     step = saved_step = iteration * args.batch_size
     if iteration > args.num_iterations:
         fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {step}")
+    print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
     if args.track:
         import wandb
 
@@ -435,13 +420,10 @@ def run(args: RunArgs, env, run_dir: Path):
             wandb.init(**where, resume="allow", config=asdict(args), save_code=True)
         except wandb.errors.Error as error:
             fail(f"--track: {error} (WANDB_MODE=offline needs no account)")
-    for path in run_dir.glob("*/events.*"):  # what was logged after the checkpoint will be logged again
-        os.truncate(path, meta["events"].get(str(path.relative_to(run_dir)), 0))
     threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
-    print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
-    if not args.resume:
-        save_checkpoint(run_dir, states, 0.0, writers, args)
+    for writer in writers:  # TensorBoard drops what an interrupted run logged after the checkpoint
+        writer.add_event(Event(step=step + 1, session_log=dict(status="START")))
     signals = []  # received signals, handled after the current chunk; a second one exits immediately
 
     def on_signal(number, frame):
@@ -451,10 +433,9 @@ def run(args: RunArgs, env, run_dir: Path):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     # A progress bar on a terminal, otherwise a line every half minute, with the steps of all seeds.
-    done, total = step * args.num_seeds, args.num_iterations * args.batch_size * args.num_seeds
-    bar = tqdm(total=total, initial=done, unit="step", unit_scale=True, file=sys.stdout, disable=None)
-    chunk, count = jax.jit(partial(learn, env=env, args=args), donate_argnums=0), 1
-    next_line = time.time() + 30
+    first, total = step * args.num_seeds, args.num_iterations * args.batch_size * args.num_seeds
+    bar = tqdm(total=total, initial=first, unit="step", unit_scale=True, file=sys.stdout, disable=None)
+    chunk, count, next_line = jax.jit(partial(learn, env=env, args=args), donate_argnums=0), 1, time.time() + 30
     while iteration < args.num_iterations:
         before, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
         states, stats = chunk(states, count)
@@ -464,7 +445,7 @@ def run(args: RunArgs, env, run_dir: Path):
         if not np.isfinite(stats["losses/grad_norm"]).all():
             fail(f"a loss is not finite at step {step}; the last checkpoint in {run_dir} is kept", code=1)
         done, mean = step * args.num_seeds, float(jnp.nanmean(states["envs"]["ended"][:, 0]))
-        rate = done / (time.time() - start)
+        rate = (done - first) / (time.time() - start)
         bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
         bar.update(done - bar.n)
         if bar.disable and time.time() > next_line:
@@ -473,7 +454,7 @@ def run(args: RunArgs, env, run_dir: Path):
         if last or iteration % log_every == 0:
             log(writers, step, rate, states, stats)
         if last or signals or step - saved_step >= args.checkpoint_every:
-            save_checkpoint(run_dir, states, time.time() - start, writers, args)
+            save_checkpoint(run_dir, states, writers, args)
             saved_step = step
         if signals:
             print(f"stopped at step {step}; to continue: --resume {run_dir}", file=sys.stderr)
@@ -481,9 +462,8 @@ def run(args: RunArgs, env, run_dir: Path):
     bar.close()
     returns = jnp.nanmean(states["envs"]["ended"][:, 0], 1)  # of each environment the last episode, as in the paper
     count, mean = int(jnp.isfinite(returns).sum()), float(jnp.nanmean(returns))
-    error = float(jnp.nanstd(returns, ddof=1)) / math.sqrt(max(count, 1))
-    result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error)
-    result |= dict(steps=total, seconds=time.time() - start, args=asdict(args))
+    error = float(jnp.nanstd(returns, ddof=1)) / max(count, 1) ** 0.5
+    result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error, args=asdict(args))
     (run_dir / "results.json").write_text(json.dumps(result, default=str))
     interval = f"68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
     print(f"{run_dir}: mean return of {count} seeds {mean:.2f}, standard error {error:.2f}, {interval}")
@@ -497,12 +477,9 @@ def train(args: RunArgs) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "w")  # keeps a second process out for as long as this one lives
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        fail(f"cannot train in {run_dir}: {error.strerror}")
-    try:
         run(args, env, run_dir)
-    except OSError as error:  # a full disk, for example
-        fail(f"cannot continue, {run_dir} keeps its last checkpoint: {error}", code=1)
+    except OSError as error:  # another process trains there, or the disk is full; the last checkpoint is kept
+        fail(f"cannot train in {run_dir}: {error}", code=2 if isinstance(error, BlockingIOError) else 1)
     return run_dir
 
 

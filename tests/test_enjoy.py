@@ -255,7 +255,7 @@ def test_plays_what_a_gymnax_script_saved(env_id, tmp_path):
     size = len(state["envs"]["obs"][0])
     stats = state["envs"]["obs_stats"] = (10.0, jnp.linspace(-1.0, 1.0, size), jnp.linspace(0.5, 2.0, size))
     writer = script.event_file_writer.EventFileWriter(str(tmp_path / "seed_1"))
-    script.save_checkpoint(tmp_path, jax.tree.map(lambda x: jnp.asarray(x)[None], state), 0.0, [writer], args)
+    script.save_checkpoint(tmp_path, jax.tree.map(lambda x: jnp.asarray(x)[None], state), [writer], args)
 
     done = play(tmp_path / "seed_1", "--episodes", 2)
     assert done.returncode == 0 and done.stderr == "", done.stderr
