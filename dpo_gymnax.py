@@ -216,7 +216,7 @@ def compute_advantages(params, rollout, key, args) -> Batch:
 
 
 def loss_function(params, minibatch: Batch, masks, args):
-    """The surrogate less the drift (the paper's table lists it alone) for the actor, the clipped error for the critic."""
+    """The surrogate less the drift (which the paper's table lists alone), and the clipped error of the critic."""
     outputs = forward(normalized(params, "actor"), minibatch.obs, masks[:2], args)
     values = forward(normalized(params, "critic"), minibatch.obs, masks[2:], args)[:, 0]
     logprobs, entropy = logprobs_and_entropy(outputs, params["log_std"], minibatch.actions)
