@@ -420,6 +420,8 @@ def run(args: RunArgs, env, run_dir: Path):
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
     for writer in writers:  # TensorBoard drops what an interrupted run logged after the checkpoint
         writer.add_event(Event(step=step + 1, session_log=dict(status="START")))
+    if not args.resume:
+        save_checkpoint(run_dir, states, writers, args)
     signals = []  # received signals, handled after the current chunk; a second one exits immediately
 
     def on_signal(number, frame):
@@ -473,9 +475,12 @@ def train(args: RunArgs) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "w")  # keeps a second process out for as long as this one lives
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        fail(f"cannot train in {run_dir}: {error.strerror}")
+    try:
         run(args, env, run_dir)
-    except OSError as error:  # another process trains there, or the disk is full; the last checkpoint is kept
-        fail(f"cannot train in {run_dir}: {error}", code=2 if isinstance(error, BlockingIOError) else 1)
+    except OSError as error:  # a full disk, for example
+        fail(f"cannot continue, {run_dir} keeps its last checkpoint: {error}", code=1)
     return run_dir
 
 
