@@ -492,6 +492,22 @@ def test_the_committed_page_has_the_numbers_of_the_committed_table(name, tmp_pat
     assert found == numbers_of(committed / "README.md") and len(found) > 2
 
 
+def cells(path) -> dict:
+    """The cells of all rows that a page has for a task."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in numbers_of(path)]
+    tasks = common.TASKS["mujoco"]
+    return {task: [cell for first, *cells in rows if first == task for cell in cells] for task in tasks}
+
+
+def test_the_readme_has_the_numbers_of_the_pages():
+    page = cells(ROOT / "benchmark" / "results" / "timelimit" / "README.md")
+    for task, found in cells(ROOT / "README.md").items():
+        assert len(found) == 5 and set(found) <= set(page[task]), task
+    aggregates = (ROOT / "benchmark" / "results" / "baselines" / "README.md").read_text()
+    iqm = re.search(r"\| VSOP \|[^|]*\| (.*?) \|", aggregates.split("## Over")[1])[1]
+    assert f"interquartile mean is {iqm}:" in (ROOT / "README.md").read_text()
+
+
 # ------------------------------------------------------------------------------------------------------ off-policy
 
 
