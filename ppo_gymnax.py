@@ -22,18 +22,20 @@ Several epochs on the same rollout, while the probability ratio stays close to 1
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Gymnax
 Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and spectral norm are off.
+"Line n" in a comment is a line of Algorithm 1, which vsop_continuous.py prints.
 """
 
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections import namedtuple
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -42,17 +44,20 @@ from typing import Literal
 os.environ.setdefault("PJRT_NPROC", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jax"))  # compile once for all runs
 
-import gymnax
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import tyro
-from gymnax.environments.spaces import Box, Discrete
-from jax import random
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer import event_file_writer
-from tqdm import tqdm
+try:
+    import gymnax
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import tyro
+    from gymnax.environments.spaces import Box, Discrete
+    from jax import random
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer import event_file_writer
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements-gymnax.txt")
 
 
 @dataclass
@@ -294,7 +299,7 @@ def learn(states, count, env, args):
 
 
 @dataclass
-class RunArgs(Args):
+class RunFlags:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     checkpoint_every: int = 100_000  # steps of a seed between checkpoints; SIGTERM and Ctrl-C leave one as well
     resume: Path | None = None  # resume the run in this folder with its saved arguments; --total-timesteps extends it
@@ -303,9 +308,19 @@ class RunArgs(Args):
     wandb_entity: str | None = None  # W&B user or team
 
 
+RunArgs = make_dataclass("RunArgs", [], bases=(RunFlags, Args))  # all flags side by side
+
+
 def fail(message: str, code: int = 2):
-    print("error: " + message.partition("\n")[0], file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def say(message: str):
+    try:
+        print(message, flush=True)
+    except OSError:  # the reader of a pipe is gone: continue without one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_env(env_id: str):
@@ -318,7 +333,7 @@ def make_env(env_id: str):
             from brax import envs
         task = envs.create(env_id.removeprefix("brax/"), auto_reset=False)  # with a time limit of 1,000 steps
     except Exception as error:  # a task may raise anything
-        fail(f"cannot make {env_id}: {type(error).__name__}: {error}")
+        fail(f"--env-id: cannot use {env_id}: {error!r:.200}")
 
     def reset(key):
         state = task.reset(key)
@@ -364,30 +379,47 @@ def load_checkpoint(run_dir: Path):
         arrays = dict(np.load(path))
         meta = json.loads(str(arrays.pop("meta")))
         if meta["script"] != script or meta["args"].keys() != asdict(RunArgs()).keys():
-            raise ValueError(f"of {meta['script']}.py or of another version")
+            raise ValueError(f"written by {meta['script']}.py or another version of {script}.py")
         return meta["args"], arrays
     except Exception as error:  # a file that is not a checkpoint may raise anything
-        fail(f"{path} is not a checkpoint of this {script}.py, or is damaged: {type(error).__name__}: {error}")
+        fail(f"--resume: {path} cannot be used ({error!r:.200})")
+
+
+def open_run(args: RunArgs):
+    """The run's folder, new or resumed, and the lock that keeps a second process out for as long as this one lives."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
+    run_dir = args.resume or Path("runs", name.replace("/", "-"))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        lock = open(run_dir / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        fail(f"{run_dir} cannot be written, or another process is training there: {error.strerror}")
+    return run_dir, lock
 
 
 def parse_args() -> RunArgs:
-    """From the command line. With --resume, the saved ones; flags that would change learning are refused."""
-    first, _ = tyro.cli(RunArgs, add_help=False, return_unknown_args=True)
+    """From the command line, in two boxes of --help. The task decides the defaults or, with --resume, the saved
+    arguments are used, and what decides learning is fixed."""
+    argv = [f"{float(x):.0f}" if re.fullmatch(r"\d+e\d+", x) else x for x in sys.argv[1:]]  # 1e6 is an integer too
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     family = MINATAR if first.env_id.endswith("-MinAtar") else BRAX if first.env_id.startswith("brax/") else {}
-    saved = load_checkpoint(first.resume)[0] if first.resume else dict(env_id=first.env_id) | family
-    args = tyro.cli(RunArgs, default=RunArgs(**saved))
-    learning = asdict(Args()).keys() - {"total_timesteps"}
+    defaults = load_checkpoint(first.resume)[0] if first.resume else asdict(first) | vars(Args(first.env_id, **family))
+    boxes = dict(learning=Args, run=RunFlags)
+    boxes = {name: box(**{x.name: defaults[x.name] for x in fields(box)}) for name, box in boxes.items()}
+    flags = dict(description=__doc__.partition("\n\n")[0], args=argv)
+    boxes = tyro.cli(dict, default=boxes, config=[tyro.conf.OmitArgPrefixes], **flags)
+    args = RunArgs(**vars(boxes["learning"]), **vars(boxes["run"]))
+    limits = dict(seed=(0, 2**31 - 1), total_timesteps=(args.batch_size, np.inf))  # one rollout at least
+    limits |= dict(gamma=(0, 1), gae_lambda=(0, 1), dropout_rate=(0, 0.99))
     for name, x in asdict(args).items():
-        flag, low = f"--{name.replace('_', '-')}", 1 if type(x) is int and name != "seed" else 0
-        high = dict(gamma=1, gae_lambda=1, dropout_rate=0.99).get(name, 2**31 - 1)
+        flag, (low, high) = f"--{name.replace('_', '-')}", limits.get(name, (int(type(x) is int), 2**31 - 1))
         if type(x) in (int, float) and not low <= x <= high:
             fail(f"{flag} must be in [{low}, {high}], got {x}")
-        if args.resume and name in learning and x != saved[name]:
-            fail(f"{flag} {x} contradicts {args.resume}, which has {saved[name]}")
+        if args.resume and name in vars(Args()) and name != "total_timesteps" and x != defaults[name]:
+            fail(f"{flag} {x} contradicts {args.resume}, which has {defaults[name]}")
     if args.batch_size % args.num_minibatches:
-        fail(f"a rollout of {args.batch_size} steps cannot be split into {args.num_minibatches} equal minibatches")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
+        fail(f"--num-minibatches {args.num_minibatches} does not divide a rollout of {args.batch_size} steps")
     return args
 
 
@@ -408,18 +440,16 @@ def run(args: RunArgs, env, run_dir: Path):
         states = jax.tree.unflatten(jax.tree.structure(states), load_checkpoint(run_dir)[1].values())
     iteration, start = int(states["iteration"][0]), time.time()
     step = saved_step = iteration * args.batch_size
-    if iteration > args.num_iterations:
-        fail(f"--total-timesteps {args.total_timesteps}: {run_dir} is already at step {step}")
-    print(" ".join(f"{name}={x}" for name, x in asdict(args).items()), flush=True)
+    if iteration >= args.num_iterations and (run_dir / "results.json").exists():
+        return say(f"{run_dir} is already at step {step}, nothing to do; --total-timesteps extends it")
+    say(" ".join(f"{name}={x}" for name, x in asdict(args).items()))
+    say(f"{run_dir}: {args.env_id}, {args.num_seeds} seed(s) on {jax.devices()[0].platform}, compiling for up to 20 s")
     if args.track:
         import wandb
 
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, id=run_dir.name)
         wandb.tensorboard.patch(root_logdir=str(run_dir))  # each seed has a folder below it
-        try:
-            wandb.init(**where, resume="allow", config=asdict(args), save_code=True)
-        except wandb.errors.Error as error:
-            fail(f"--track: {error} (WANDB_MODE=offline needs no account)")
+        wandb.init(**where, resume="allow", config=asdict(args), save_code=True)
     threading.excepthook = lambda error: None  # TensorBoard writes in a thread; its error comes up in the next call
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
     for writer in writers:  # TensorBoard drops what an interrupted run logged after the checkpoint
@@ -427,16 +457,12 @@ def run(args: RunArgs, env, run_dir: Path):
     if not args.resume:
         save_checkpoint(run_dir, states, writers, args)
     signals = []  # received signals, handled after the current chunk; a second one exits immediately
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda number, frame: signals.append(number) or signal.signal(number, signal.SIG_DFL))
     # A progress bar on a terminal, otherwise a line every half minute, with the steps of all seeds.
     first, total = step * args.num_seeds, args.num_iterations * args.batch_size * args.num_seeds
-    bar = tqdm(total=total, initial=first, unit="step", unit_scale=True, file=sys.stdout, disable=None)
+    options = dict(unit="step", unit_scale=True, file=sys.stdout)
+    bar = tqdm(total=total, initial=first, disable=not (sys.stdout and sys.stdout.isatty()), **options)
     chunk, count, next_line = jax.jit(partial(learn, env=env, args=args), donate_argnums=0), 1, time.time() + 30
     while iteration < args.num_iterations:
         before, count = time.time(), min(count, args.num_iterations - iteration, log_every - iteration % log_every)
@@ -445,14 +471,14 @@ def run(args: RunArgs, env, run_dir: Path):
         count = max(1, count // 2) if time.time() - before > 1 else 2 * count  # chunks of about a second
         step, last = iteration * args.batch_size, iteration == args.num_iterations
         if not np.isfinite(stats["losses/grad_norm"]).all():
-            fail(f"a loss is not finite at step {step}; the last checkpoint in {run_dir} is kept", code=1)
+            fail(f"a loss is not finite at step {step}; what {run_dir} has is kept", code=1)
         done, mean = step * args.num_seeds, float(jnp.nanmean(states["envs"]["ended"][:, 0]))
         rate = (done - first) / (time.time() - start)
         bar.set_postfix_str(f"return {mean:.2f}", refresh=False)
         bar.update(done - bar.n)
         if bar.disable and time.time() > next_line:
             left, next_line = tqdm.format_interval((total - done) / rate), time.time() + 30
-            print(f"step {done}/{total}  {rate:.0f} steps/s  return {mean:.2f}  {left} left", flush=True)
+            say(f"step {done}/{total}  {rate:.0f} steps/s  return {mean:.2f}  {left} left")
         if last or iteration % log_every == 0:
             log(writers, step, rate, states, stats)
         if last or signals or step - saved_step >= args.checkpoint_every:
@@ -467,24 +493,21 @@ def run(args: RunArgs, env, run_dir: Path):
     error = float(jnp.nanstd(returns, ddof=1)) / max(count, 1) ** 0.5
     result = dict(seeds=seeds.tolist(), returns=returns.tolist(), mean=mean, standard_error=error, args=asdict(args))
     (run_dir / "results.json").write_text(json.dumps(result, default=str))
-    interval = f"68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
-    print(f"{run_dir}: mean return of {count} seeds {mean:.2f}, standard error {error:.2f}, {interval}")
+    spread = f", standard error {error:.2f}, 68 % interval [{mean - error:.2f}, {mean + error:.2f}]"
+    say(f"{run_dir}: mean return of {count} seed(s) {mean:.2f}" + spread * (count > 1))
 
 
 def train(args: RunArgs) -> Path:
     env = make_env(args.env_id)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}"
-    run_dir = args.resume or Path("runs", name.replace("/", "-"))
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "w")  # keeps a second process out for as long as this one lives
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        fail(f"cannot train in {run_dir}: {error.strerror}")
+    run_dir, _lock = open_run(args)
     try:
         run(args, env, run_dir)
-    except OSError as error:  # a full disk, for example
-        fail(f"cannot continue, {run_dir} keeps its last checkpoint: {error}", code=1)
+    except Exception as error:
+        # A full disk or memory, or W&B without an account, is told in one line.
+        known = r"OSError.*(space left|quota|too large)|\w*MemoryError|\w*Error.*(RESOURCE_EXHAUSTED|memory)|UsageError"
+        if not re.match(known, repr(error)):
+            sys.excepthook(type(error), error, error.__traceback__)
+        fail(f"{error!r:.200}; what {run_dir} has is kept", code=1)
     return run_dir
 
 
