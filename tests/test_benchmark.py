@@ -548,6 +548,7 @@ def test_help_of_the_random_policy_measures_nothing():
 # -------------------------------------------------------------------------------------------------------- policies
 
 
+@pytest.mark.slow
 def test_policies_are_collected_measured_and_filmed(tmp_path):
     """Of the longest run with seed 1."""
     tiny = "--num-steps 64 --num-minibatches 4 --update-epochs 1 --width 16 --no-compile".split()

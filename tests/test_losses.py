@@ -294,7 +294,7 @@ def compare_compiled_with_eager(name, device):
     assert any(not torch.equal(old, new) for old, new in zip(start, twin.parameters()))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["vsop_continuous", *(pytest.param(x, marks=pytest.mark.slow) for x in SCRIPTS[1:])])
 def test_compiled_step_is_the_eager_one(name, capsys):
     compare_compiled_with_eager(name, torch.device("cpu"))
     if " " not in sys.prefix:  # torch does not quote the path of its headers, and gcc fails
