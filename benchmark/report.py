@@ -81,11 +81,29 @@ def read_run(run, seed, in_parts) -> pd.DataFrame:
 KEYS = ["method", "task", "seed", "total"]
 
 
-def update_table(path: Path, runs: list, in_parts: bool) -> pd.DataFrame:
-    """Adds the runs that finished since the table was written."""
+def other_pages(experiment) -> list:
+    """Tables of the committed runs of other experiments that belong to this one: same task, same command line."""
+    tables = []
+    for path in sorted(RESULTS.glob("*/curves.csv.gz")):
+        if path.parent.name != experiment.name:
+            theirs, table = load_experiment(path.parent.name).methods, pd.read_csv(path)
+            for method, line in experiment.methods.items():
+                names = [name for name in theirs if theirs[name] == line]
+                rows = table[table["method"].isin(names) & table["task"].isin(experiment.tasks)]
+                tables.append(rows.assign(method=method))
+    return tables
+
+
+def update_table(path: Path, runs: list, in_parts: bool, others=()) -> pd.DataFrame:
+    """Adds the runs that finished since the table was written, and those of other tables."""
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*KEYS, "minutes", "step", "value"])
     known = set(map(tuple, table[KEYS].drop_duplicates().itertuples(index=False)))
     frames = [table] if len(table) else []
+    for other in others:
+        for key, rows in other.groupby(KEYS):
+            if key not in known:
+                frames.append(rows)
+                known.add(key)
     for run in runs:
         for seed in range(run.seed, run.seed + run.num_seeds):
             if (key := (run.method, run.task, seed, run.total)) not in known:
@@ -491,7 +509,8 @@ def main(args):
     experiment = load_experiment(args.experiment)
     folder = (RESULTS if args.committed else args.folder / "report") / experiment.name
     runs = find_runs(experiment, args.folder)
-    table = update_table(folder / "curves.csv.gz", runs, in_parts=bool(experiment.seeds_per_run))
+    others = other_pages(experiment) if args.committed else ()
+    table = update_table(folder / "curves.csv.gz", runs, bool(experiment.seeds_per_run), others)
     if not len(table):
         fail(f"there are no finished runs of {experiment.name} in {args.folder}, and no table in {folder}")
     for run in runs:

@@ -380,6 +380,21 @@ def test_ppo_is_read_at_the_number_of_steps(tmp_path, monkeypatch):
     assert list(common.references(100).index) == ["A"] and not len(common.references(201))  # B is below random
 
 
+def test_committed_pages_share_runs_of_the_same_command(tmp_path, monkeypatch):
+    """Only those: of another task, or of a method that only has the same name, no row is taken."""
+    rows = [dict(method=m, task=t, seed=1, total=10, minutes=1.0, step=10, value=5.0) for m, t in (
+        ("VSOP", "Hopper-v4"), ("VSOP", "CartPole-v1"), ("PPO", "Hopper-v4"))]  # fmt: skip
+    (tmp_path / "baselines").mkdir()
+    pd.DataFrame(rows).to_csv(tmp_path / "baselines" / "curves.csv.gz", index=False)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    vsop = runner.load_experiment("baselines").methods["VSOP"]
+    experiment = runner.Experiment("own", ["Hopper-v4"], {"ours": vsop, "PPO": "ppo_continuous.py --gamma 0.5"})
+    table = report.update_table(tmp_path / "own.csv.gz", [], False, report.other_pages(experiment))
+    assert table[report.KEYS].values.tolist() == [["ours", "Hopper-v4", 1, 10]]
+    again = report.update_table(tmp_path / "own.csv.gz", [], False, report.other_pages(experiment))
+    assert len(again) == 1
+
+
 def test_committed_runs_have_ppo_on_all_tasks():
     for steps in (300_000, 1_000_000):
         assert set(common.TASKS["mujoco"]) <= set(common.references(steps).index)
