@@ -485,8 +485,8 @@ def gymnax_section(table, total, experiment, folder):
         return "", [f"## {total:,} steps", "No task has two seeds of each method.", *missing(everything, experiment)]
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
     text = f"""Mean final return over seeds, with its standard error. The return of a seed is the mean of the last
-episode of each environment; the bands of the figure are 95 % percentile bootstrap over seeds. Training took
-{rows["minutes"].sum() / 60:.2f} hours of wall time, one run per core."""
+episode of each environment. The figure has 95 % percentile bootstrap bands over seeds, or the runs if there are fewer
+than three. Training took {rows["minutes"].sum() / 60:.2f} hours of wall time, one run per core."""
     if any((method, task) in published() for method in methods for task in tasks):
         text += """ Published values are the authors' means. A * marks what differs by more than two standard
 errors of the difference, if their seeds vary as ours do (they publish no errors)."""
