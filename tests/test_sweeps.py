@@ -125,7 +125,7 @@ def test_the_command_runs_as_wandbs_agent_runs_it(name, tmp_path):
         line += macros[word[2:-1]] if word.startswith("${") else [word]
     line += [*TINY[name.partition("_")[2]], "--folder", str(tmp_path / "trial")]
     env = os.environ | dict(WANDB_SWEEP_ID="abc", WANDB_RUN_ID="def", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "trial" / "objective.json").read_text())
     logged = next(tmp_path.glob("wandb/offline-run-*/run-def.wandb")).read_bytes()
