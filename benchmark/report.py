@@ -428,7 +428,7 @@ steps, are read from their plots."""
     figures, columns = [], (("final", "return", "final return"), ("area", "area", "area under the curve"))
     for part, name in ((of_ppo, ""), (shared, "_shared"))[: 1 + (shared != of_ppo)]:
         complete = list(matrices(rows, "final", methods, part))
-        if len(part) < 2 or not complete:
+        if len(part) < 2 or len(complete) < min(2, len(methods)):  # one alone is compared with nothing
             continue
         page += [f"## Over {len(part)} tasks, {len(complete)} methods", NORMALIZATION]
         if len(part) < len(experiment.tasks):
