@@ -19,7 +19,7 @@ def final_return(name, folder, *options):
 
 def test_vsop_learns_and_its_policy_travels(tmp_path):
     """An untrained policy balances the pole for 8 steps. On two kinds of CPU, with and without compilation, eleven runs
-    of seeds 1 to 4 had 174 to 320, their last ten episodes 217 to 1000 of 1000 steps; the saved policy is not worse."""
+    of seeds 1 to 4 had 174 to 320, their last ten episodes 217 to 1000 of 1000 steps, like the saved policy."""
     options = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", 40_960)
     assert final_return("vsop_continuous", tmp_path, *options) > 100
     last = np.mean([value for _, value in scalars(tmp_path)[0]["charts/episodic_return"][-10:]])
