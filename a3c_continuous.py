@@ -12,7 +12,7 @@
 #     "wandb==0.31.0",
 # ]
 # ///
-"""A3C: advantage actor-critic with one synchronous worker, for continuous actions. The algorithm which VSOP modifies.
+"""A3C: advantage actor-critic with one synchronous worker, for continuous actions. VSOP modifies it.
 
     grad J = E[ h(s, a) grad log pi(a | s, theta) ]
 
@@ -74,7 +74,7 @@ class Args:
     width: int = 64  # units in each of the two hidden layers
     norm_obs: bool = True  # normalize observations by their running mean and variance
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
-    bootstrap_truncated: bool = True  # bootstrap from v(final observation) at a time limit; the authors' code does not
+    bootstrap_truncated: bool = True  # bootstrap from v at a time limit, and restart the return that scales rewards
 
     @property
     def batch_size(self) -> int:
@@ -176,7 +176,7 @@ def init_layer(layer: nn.Linear, gain: float) -> nn.Linear:
     return layer
 
 
-# Of tensors in the update, and of arrays in the rollout.
+# The activation, for tensors in the update and for arrays in the rollout.
 activation, numpy_activation = torch.tanh, np.tanh
 
 
@@ -503,7 +503,7 @@ class Progress:
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs, detailed: bool):
     scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
     scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    # Of the actions taken: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
     scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
     scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     if detailed:
@@ -527,7 +527,7 @@ def compiled(function, device: torch.device):
         try:
             return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            print(f"continuing uncompiled, which is slower: {error.__cause__ or error!r:.200}", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
             return function(*inputs)
 
@@ -605,7 +605,7 @@ def run(args: RunArgs, run_dir: Path):
             restore(saved, agent, optimizer, envs)
         except Exception as error:  # of another version of the task, for example
             fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {error!r:.200}")
-    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
+    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for up to 20 s" if args.compile else ""))
     progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["returns"])
     writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
     rows = [f"|{name}|{value}|" for name, value in asdict(args).items()]

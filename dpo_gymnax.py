@@ -24,7 +24,7 @@ Discovered Policy Optimisation (Lu et al., 2022) subtracts a drift, found by met
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Gymnax
 Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and spectral norm are off.
-"Line n" in a comment is a line of Algorithm 1, which vsop_continuous.py prints.
+"Line n" in a comment is a line of Algorithm 1, listed at the top of vsop_continuous.py.
 """
 
 import fcntl
@@ -81,7 +81,7 @@ class Args:  # defaults for Classic Control, and for tasks in no family of the p
     alpha: float = 2.0  # scale of the drift where the advantage is positive
     beta: float = 0.6  # scale of the drift where the advantage is negative
     ent_coef: float = 0.01  # coefficient of the entropy bonus
-    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    vf_coef: float = 0.5  # coefficient of the value loss, half the critic's squared error
     width: int = 64  # units in each of the two hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # activation of the hidden layers
     dropout_rate: float = 0.0  # p, probability of dropping a hidden unit; above 0 it sets the weight decay too

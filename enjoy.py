@@ -14,7 +14,7 @@
 # ///
 """Watch, evaluate or film a policy saved by one of the training scripts.
 
-    python enjoy.py runs/<run>                       # ten episodes with the posterior mean, without noise
+    python enjoy.py runs/<run>                       # ten episodes with the mean weights, without noise
     python enjoy.py runs/<run> --thompson            # act as in training
     python enjoy.py runs/<run>/policy.pt --video out.mp4 --episodes 1
     python enjoy.py runs/<run>/seed_1                # a seed of a JAX script, where Gymnax is installed
@@ -222,8 +222,15 @@ class GamePolicy:
         return Game(self.env_id, self.mode, args.seed)
 
 
-def make_envs(args, num_levels, seed):
-    """EnvPool's ProcGen. It needs libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
+def make_envs(args, num_levels: int, seed: int):
+    """Parallel copies of a game on its first `num_levels` levels, or on all levels if that is 0."""
+    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
+    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
+    return load_envpool().make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+
+
+def load_envpool():
+    """EnvPool. Its games need libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
     try:
         files = {file.name: str(file.locate()) for file in metadata.files("PyQt5-Qt5") or ()}
         for name in ("libicudata", "libicuuc", "libicui18n", "libQt5Core", "libQt5Gui"):
@@ -233,9 +240,7 @@ def make_envs(args, num_levels, seed):
     except (metadata.PackageNotFoundError, ImportError, OSError, ValueError) as error:
         reason = str(error).partition(chr(10))[0]
         fail(f"ProcGen cannot be loaded ({reason}): pip install -r requirements-procgen.txt")
-    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
-    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
-    return envpool.make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+    return envpool
 
 
 class Game:
@@ -384,7 +389,7 @@ def enjoy(args: Args) -> list:
         env.close()
     if args.video:
         say(f"filmed to {args.video}")
-    kind = "as in training" if args.thompson else "posterior mean"
+    kind = "as in training" if args.thompson else "mean weights"
     score = f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}"
     say(f"{policy.env_id}, {policy.script}, {kind}: {score}")
     return returns

@@ -22,7 +22,7 @@ Several epochs on the same rollout, while the probability ratio stays close to 1
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Gymnax
 Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and spectral norm are off.
-"Line n" in a comment is a line of Algorithm 1, which vsop_continuous.py prints.
+"Line n" in a comment is a line of Algorithm 1, listed at the top of vsop_continuous.py.
 """
 
 import fcntl
@@ -77,7 +77,7 @@ class Args:  # defaults for Classic Control, and for tasks in no family of the p
     max_grad_norm: float = 3.4  # gradients are clipped to this norm
     clip_coef: float = 0.2  # epsilon: how far the probability ratio, and the value, may move from the old one
     ent_coef: float = 0.01  # coefficient of the entropy bonus
-    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    vf_coef: float = 0.5  # coefficient of the value loss, half the critic's squared error
     width: int = 64  # units in each of the two hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # activation of the hidden layers
     dropout_rate: float = 0.0  # p, probability of dropping a hidden unit; above 0 it sets the weight decay too

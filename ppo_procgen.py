@@ -78,9 +78,9 @@ class Args:
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
     clip_coef: float = 0.2  # epsilon: how far the probability ratio, and a clipped value, may move from the old one
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_vloss: bool = True  # clip the critic's step as the policy's
+    clip_vloss: bool = True  # clip how far a value may move from the old one
     ent_coef: float = 1e-2  # coefficient of the entropy bonus
-    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    vf_coef: float = 0.5  # coefficient of the value loss, half the critic's squared error
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
     bootstrap_truncated: bool = True  # bootstrap from v(final observation) at a time limit; the authors' code does not
     mixed_precision: bool = False  # compute in bfloat16 where that is safe, on a GPU
@@ -95,6 +95,13 @@ class Args:
 
 
 # ----------------------------------------------------------------------------------------------------- environment
+def make_envs(args, num_levels: int, seed: int):
+    """Parallel copies of a game on its first `num_levels` levels, or on all levels if that is 0."""
+    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
+    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
+    return load_envpool().make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+
+
 class RunningStats:
     """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
@@ -141,8 +148,6 @@ class Envs:
     def scale_rewards(self, rewards, terminated, truncated):
         """Divides each reward by the running standard deviation of the discounted return. Records finished episodes."""
         ends = terminated | truncated
-        # The authors' code treats a time limit as terminal for values, but not for the scale of rewards.
-        restarts = ends if self.args.bootstrap_truncated else terminated
         scales, step = np.empty((len(rewards), 1)), self.global_step - rewards.size
         for t in range(len(rewards)):
             step += len(self.envs)
@@ -153,9 +158,7 @@ class Envs:
                 self.return_stats.update(discounted)
                 if ends[t, i]:
                     self.finished.append((step, episode_return, length))
-                    episode_return, length = 0.0, 0
-                if restarts[t, i]:
-                    discounted = 0.0
+                    episode_return, length, discounted = 0.0, 0, 0.0
                 self.episodes[i] = episode_return, length, discounted
             scales[t] = self.return_stats.std
         return (rewards / scales).clip(-10.0, 10.0) if self.args.norm_reward else rewards
@@ -192,7 +195,7 @@ class Agent(nn.Module):
         self.hidden = nn.Linear(FEATURES, WIDTH)
         self.actor = init_layer(nn.Linear(WIDTH, envs.num_actions), 0.01)
         self.critic = init_layer(nn.Linear(WIDTH, 1), 1.0)
-        self.to(memory_format=torch.channels_last)  # on CPU twice as fast to train and three times to act
+        self.to(memory_format=torch.channels_last)  # on CPU twice as fast to train and three times as fast to act
 
     def forward(self, frames):
         """Logits and values of frames as EnvPool gives them: bytes, channels last."""
@@ -415,8 +418,8 @@ def check(args: RunArgs):
     make_envs(args, args.num_levels, args.seed).close()
 
 
-def make_envs(args, num_levels, seed):
-    """EnvPool's ProcGen. It needs libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
+def load_envpool():
+    """EnvPool. Its games need libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
     try:
         files = {file.name: str(file.locate()) for file in metadata.files("PyQt5-Qt5") or ()}
         for name in ("libicudata", "libicuuc", "libicui18n", "libQt5Core", "libQt5Gui"):
@@ -426,9 +429,7 @@ def make_envs(args, num_levels, seed):
     except (metadata.PackageNotFoundError, ImportError, OSError, ValueError) as error:
         reason = str(error).partition(chr(10))[0]
         fail(f"ProcGen cannot be loaded ({reason}): pip install -r requirements-procgen.txt")
-    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
-    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
-    return envpool.make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+    return envpool
 
 
 def save(run_dir: Path, args: RunArgs, agent: Agent, optimizer, envs: Envs, progress):
@@ -500,7 +501,7 @@ class Progress:
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs):
     scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
     scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    # Of the actions taken: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
     scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
     scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     writer.add_histogram("vsop/advantages", batch.advantages, step)
@@ -521,7 +522,7 @@ def compiled(function, device: torch.device):
         try:
             return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            print(f"continuing uncompiled, which is slower: {error.__cause__ or error!r:.200}", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
             return function(*inputs)
 

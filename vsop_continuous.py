@@ -27,8 +27,8 @@ Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Ad
      5  theta ~ q(theta | theta_hat, p)                 9  freeze the critic, v*
      6  a ~ pi(a | s, theta)                           10  beta = (1 - p) / (2 |D|)
      7  s', r ~ p(s', r | s, a)                        13  v~ ~ q(v | v*, p)
-     8  D = D + (s, a, r)                           14-15  theta ~ q; step on h+(v~) grad log pi, decay by beta
-                                                    16-17  v ~ q; step on the squared error, decay by beta
+     8  D = D + (s, a, r)                           14-15  theta ~ q; step on h+(v~) grad log pi + 2 beta theta
+                                                    16-17  v ~ q; step on the squared error + 2 beta v
 """
 
 import fcntl
@@ -87,7 +87,7 @@ class Args:
     thompson: bool = True  # sample the weights to act and to estimate advantages, instead of using their mean
     norm_obs: bool = True  # normalize observations by their running mean and variance
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
-    bootstrap_truncated: bool = True  # bootstrap from v(final observation) at a time limit; the authors' code does not
+    bootstrap_truncated: bool = True  # bootstrap from v at a time limit, and restart the return that scales rewards
 
     @property
     def batch_size(self) -> int:
@@ -224,7 +224,7 @@ def sample_masks(*shape, p, device="cpu", generator=None):
     return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-# Of tensors in the update, and of arrays in the rollout.
+# The activation, for tensors in the update and for arrays in the rollout.
 activation, numpy_activation = torch.relu, lambda x: np.maximum(x, 0.0)
 
 
@@ -386,7 +386,7 @@ def gradients(agent: Agent, minibatch: Batch, args: Args):
 
 
 def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
-    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10; as in the authors' code, the means decay by it
     return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, weight_decay=decay, fused=True)
 
 
@@ -571,7 +571,7 @@ class Progress:
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs, detailed: bool):
     scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
     scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    # Of the actions taken: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
     scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
     scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
@@ -601,7 +601,7 @@ def compiled(function, device: torch.device):
         try:
             return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            print(f"continuing uncompiled, which is slower: {error.__cause__ or error!r:.200}", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
             return function(*inputs)
 
@@ -679,7 +679,7 @@ def run(args: RunArgs, run_dir: Path):
             restore(saved, agent, optimizer, envs)
         except Exception as error:  # of another version of the task, for example
             fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {error!r:.200}")
-    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
+    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for up to 20 s" if args.compile else ""))
     progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["returns"])
     writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
     rows = [f"|{name}|{value}|" for name, value in asdict(args).items()]

@@ -22,7 +22,7 @@ A3C whose policy learns from positive advantages only, in several epochs of mini
 
 Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Advantages" (ICML 2024), appendix "Gymnax
 Environments". As published there, dropout (theta ~ q(theta | theta_hat, p)) and spectral norm are off.
-"Line n" in a comment is a line of Algorithm 1, which vsop_continuous.py prints.
+"Line n" in a comment is a line of Algorithm 1, listed at the top of vsop_continuous.py.
 """
 
 import fcntl

@@ -30,8 +30,8 @@ Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Ad
      5  theta ~ q(theta | theta_hat, p)                 9  freeze the critic, v*
      6  a ~ pi(a | s, theta)                           10  beta = (1 - p) / (2 |D|)
      7  s', r ~ p(s', r | s, a)                        13  v~ ~ q(v | v*, p)
-     8  D = D + (s, a, r)                           14-15  theta ~ q; step on h+(v~) grad log pi, decay by beta
-                                                    16-17  v ~ q; step on the squared error, decay by beta
+     8  D = D + (s, a, r)                           14-15  theta ~ q; step on h+(v~) grad log pi + 2 beta theta
+                                                    16-17  v ~ q; step on the squared error + 2 beta v
 """
 
 import ctypes
@@ -87,7 +87,7 @@ class Args:
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
     ent_coef: float = 1e-5  # coefficient of the entropy bonus
     vf_coef: float = 0.25  # coefficient of the critic's squared error
-    dropout_rate: float = 0.075  # p, probability of dropping a hidden unit
+    dropout_rate: float = 0.075  # p, probability of dropping an input or an output of the hidden layer
     relu_advantage: bool = True  # learn from positive advantages only
     spectral_norm: bool = True  # divide the hidden layer by its spectral norm
     thompson: bool = True  # sample the weights to act and to estimate advantages, instead of using their mean
@@ -105,6 +105,13 @@ class Args:
 
 
 # ----------------------------------------------------------------------------------------------------- environment
+def make_envs(args, num_levels: int, seed: int):
+    """Parallel copies of a game on its first `num_levels` levels, or on all levels if that is 0."""
+    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
+    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
+    return load_envpool().make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+
+
 class RunningStats:
     """Mean and variance of everything passed to `update`, numbers or arrays, by Welford's method."""
 
@@ -151,8 +158,6 @@ class Envs:
     def scale_rewards(self, rewards, terminated, truncated):
         """Divides each reward by the running standard deviation of the discounted return. Records finished episodes."""
         ends = terminated | truncated
-        # The authors' code treats a time limit as terminal for values, but not for the scale of rewards.
-        restarts = ends if self.args.bootstrap_truncated else terminated
         scales, step = np.empty((len(rewards), 1)), self.global_step - rewards.size
         for t in range(len(rewards)):
             step += len(self.envs)
@@ -163,9 +168,7 @@ class Envs:
                 self.return_stats.update(discounted)
                 if ends[t, i]:
                     self.finished.append((step, episode_return, length))
-                    episode_return, length = 0.0, 0
-                if restarts[t, i]:
-                    discounted = 0.0
+                    episode_return, length, discounted = 0.0, 0, 0.0
                 self.episodes[i] = episode_return, length, discounted
             scales[t] = self.return_stats.std
         return (rewards / scales).clip(-10.0, 10.0) if self.args.norm_reward else rewards
@@ -239,7 +242,7 @@ class Agent(nn.Module):
         self.hidden = (SpectralLinear if args.spectral_norm else nn.Linear)(FEATURES, WIDTH)
         self.actor = init_layer(nn.Linear(WIDTH, envs.num_actions), 0.01)
         self.critic = init_layer(nn.Linear(WIDTH, 1), 1.0)
-        self.to(memory_format=torch.channels_last)  # on CPU twice as fast to train and three times to act
+        self.to(memory_format=torch.channels_last)  # on CPU twice as fast to train and three times as fast to act
 
     def forward(self, frames, masks=None):
         """Logits and values of frames as EnvPool gives them: bytes, channels last."""
@@ -465,8 +468,8 @@ def check(args: RunArgs):
     make_envs(args, args.num_levels, args.seed).close()
 
 
-def make_envs(args, num_levels, seed):
-    """EnvPool's ProcGen. It needs libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
+def load_envpool():
+    """EnvPool. Its games need libraries of Qt 5, which the package PyQt5-Qt5 brings along, in this order."""
     try:
         files = {file.name: str(file.locate()) for file in metadata.files("PyQt5-Qt5") or ()}
         for name in ("libicudata", "libicuuc", "libicui18n", "libQt5Core", "libQt5Gui"):
@@ -476,9 +479,7 @@ def make_envs(args, num_levels, seed):
     except (metadata.PackageNotFoundError, ImportError, OSError, ValueError) as error:
         reason = str(error).partition(chr(10))[0]
         fail(f"ProcGen cannot be loaded ({reason}): pip install -r requirements-procgen.txt")
-    name = f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0"
-    options = dict(num_envs=args.num_envs, num_threads=torch.get_num_threads(), seed=seed, channel_first=False)
-    return envpool.make(name, env_type="gymnasium", num_levels=num_levels, start_level=0, **options)
+    return envpool
 
 
 @torch.no_grad()
@@ -556,7 +557,7 @@ class Progress:
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs):
     scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
     scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    # Of the actions taken: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
     scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
     scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
@@ -567,6 +568,8 @@ def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dic
     scalars["vsop/disagreement"] = logits.softmax(-1).unflatten(0, (16, -1)).std(0).mean()
     writer.add_histogram("vsop/advantages", batch.advantages, step)
     writer.add_histogram("vsop/relu_advantages", batch.advantages.relu(), step)
+    if args.spectral_norm:
+        agent.hidden.converge()  # as in a rollout, which does it again: logging does not change learning
     weight = agent.hidden.weight / (agent.hidden.sigma() if args.spectral_norm else 1.0)
     scalars["spectral_norm/hidden"] = torch.linalg.matrix_norm(weight, 2)
     for name, x in scalars.items():
@@ -584,7 +587,7 @@ def compiled(function, device: torch.device):
         try:
             return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            print(f"continuing uncompiled, which is slower: {error.__cause__ or error!r:.200}", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
             return function(*inputs)
 

@@ -27,8 +27,8 @@ Paper: "ReLU to the Rescue: Improve Your On-Policy Actor-Critic with Positive Ad
      5  theta ~ q(theta | theta_hat, p)                 9  freeze the critic, v*
      6  a ~ pi(a | s, theta)                           10  beta = (1 - p) / (2 |D|)
      7  s', r ~ p(s', r | s, a)                        13  v~ ~ q(v | v*, p)
-     8  D = D + (s, a, r)                           14-15  theta ~ q; step on the clipped objective, decay by beta
-                                                    16-17  v ~ q; step on the squared error, decay by beta
+     8  D = D + (s, a, r)                           14-15  theta ~ q; step on the clipped objective + 2 beta theta
+                                                    16-17  v ~ q; step on the squared error + 2 beta v
 """
 
 import fcntl
@@ -80,16 +80,16 @@ class Args:
     max_grad_norm: float = 2.1  # gradients are clipped to this norm
     clip_coef: float = 0.2  # epsilon: how far the probability ratio, and a clipped value, may move from the old one
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_vloss: bool = True  # clip the critic's step as the policy's
+    clip_vloss: bool = True  # clip how far a value may move from the old one
     ent_coef: float = 0.0  # coefficient of the entropy bonus
-    vf_coef: float = 0.5  # coefficient of the critic's squared error
+    vf_coef: float = 0.5  # coefficient of the value loss, half the critic's squared error
     width: int = 256  # units in each of the two hidden layers
     dropout_rate: float = 0.035  # p, probability of dropping a hidden unit; sets the weight decay too
     spectral_norm: bool = True  # divide the hidden layers by their spectral norm
     thompson: bool = True  # sample the weights to act and to estimate advantages, instead of using their mean
     norm_obs: bool = True  # normalize observations by their running mean and variance
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
-    bootstrap_truncated: bool = True  # bootstrap from v(final observation) at a time limit; the authors' code does not
+    bootstrap_truncated: bool = True  # bootstrap from v at a time limit, and restart the return that scales rewards
 
     @property
     def batch_size(self) -> int:
@@ -226,7 +226,7 @@ def sample_masks(*shape, p, device="cpu", generator=None):
     return torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-# Of tensors in the update, and of arrays in the rollout.
+# The activation, for tensors in the update and for arrays in the rollout.
 activation, numpy_activation = torch.relu, lambda x: np.maximum(x, 0.0)
 
 
@@ -401,7 +401,7 @@ def gradients(agent: Agent, minibatch: Batch, args: Args):
 
 
 def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
-    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10: a unit normal prior over the weights
+    decay = (1 - args.dropout_rate) / (2 * args.batch_size)  # line 10; as in the authors' code, the means decay by it
     return torch.optim.AdamW(agent.parameters(), lr=args.learning_rate, weight_decay=decay, fused=True)
 
 
@@ -586,7 +586,7 @@ class Progress:
 def log(writer: SummaryWriter, step: int, agent: Agent, batch: Batch, stats: dict, args: RunArgs, detailed: bool):
     scalars = {f"losses/{name}": values.mean() for name, values in stats.items()}
     scalars["losses/explained_variance"] = 1 - batch.advantages.var() / batch.returns.var()
-    # What the paper's mechanisms act on: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
+    # Of the actions taken: the share of positive advantages, and the additive term C_pi of Theorem 3.1.
     scalars["vsop/positive_advantages"] = (batch.advantages > 0).float().mean()
     scalars["vsop/c_pi"] = torch.relu(args.gamma * batch.next_values - batch.values).mean()
     # How far samples of the actor disagree, by a generator of its own: logging does not change learning.
@@ -616,7 +616,7 @@ def compiled(function, device: torch.device):
         try:
             return fast(*inputs)
         except Exception as error:  # the compiler and its caches may raise anything
-            print(f"continuing uncompiled, at half the speed: {error.__cause__ or error!r:.200}", file=sys.stderr)
+            print(f"continuing uncompiled, which is slower: {error.__cause__ or error!r:.200}", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
             return function(*inputs)
 
@@ -694,7 +694,7 @@ def run(args: RunArgs, run_dir: Path):
             restore(saved, agent, optimizer, envs)
         except Exception as error:  # of another version of the task, for example
             fail(f"--resume: {run_dir / 'checkpoint.pt'} does not fit the run: {error!r:.200}")
-    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for about 20 s" if args.compile else ""))
+    say(f"{run_dir}: {args.env_id}, gradients on {device}" + (", compiling for up to 20 s" if args.compile else ""))
     progress = Progress(args.num_iterations * args.batch_size, saved["step"], saved["returns"])
     writer = SummaryWriter(str(run_dir), purge_step=saved["step"] + 1)  # later steps will be logged again
     rows = [f"|{name}|{value}|" for name, value in asdict(args).items()]

@@ -411,7 +411,7 @@ def section(table, total, experiment, folder):
     many = f"{seeds.min()} to {seeds.max()} seeds" if seeds.min() < seeds.max() else f"seeds per task: {seeds.max()}"
     text = f"""{len(rows)} run{"s" * (len(rows) > 1)}, {rows["minutes"].sum() / 60:.1f} hours of wall time together. A
 return is the mean of the last 100 episodes{" on test levels" if "training" in table else ""}. Intervals are 95 %
-percentile bootstrap over seeds; of fewer than three seeds the runs are shown."""
+percentile bootstrap over seeds, with three seeds their range; of fewer than three the runs are shown."""
     if "training" in table:
         text += " Published values are the authors' with five seeds, read from their plots."
     elif authors_table(experiment):

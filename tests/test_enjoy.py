@@ -260,7 +260,7 @@ def test_plays_what_a_gymnax_script_saved(env_id, tmp_path):
     done = play(tmp_path / "seed_1", "--episodes", 2)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     returns = [float(x) for x in re.findall(r"episode \d: return (-?[\d.]+), \d+ steps", done.stdout)]
-    assert len(returns) == 2 and f"{env_id}, vsop_gymnax, posterior mean: mean {np.mean(returns):.1f}" in done.stdout
+    assert len(returns) == 2 and f"{env_id}, vsop_gymnax, mean weights: mean {np.mean(returns):.1f}" in done.stdout
     again = enjoy.enjoy(enjoy.Args(tmp_path / "seed_1" / "policy.npz", episodes=2))
     assert again == pytest.approx(returns, abs=0.01)
     assert enjoy.enjoy(enjoy.Args(tmp_path / "seed_1", episodes=2, thompson=True)) != again

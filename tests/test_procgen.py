@@ -221,6 +221,15 @@ def test_advantages_against_the_sum_of_residuals(script, bootstrap):
             assert advantages[t, i].item() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_the_return_that_scales_rewards_restarts_at_every_end(script, bootstrap):
+    args, envs, _ = make(script, num_envs=1, gamma=0.9, bootstrap_truncated=bootstrap)
+    rewards, truncated = np.array([[1.0], [2.0], [4.0]]), np.array([[False], [True], [False]])
+    scaled = envs.scale_rewards(rewards, np.zeros_like(truncated), truncated)
+    assert scaled[2, 0] == pytest.approx(4.0 / np.std([1.0, 2.9, 4.0]))
+    assert envs.episodes == [(4.0, 1, 4.0)] and [x[1:] for x in envs.finished] == [(3.0, 2)]
+
+
 def filled_minibatch(script, args, rows):
     """A minibatch that no game has made."""
     generator = torch.Generator().manual_seed(0)
@@ -397,7 +406,7 @@ def test_a_run_that_was_stopped_resumes(name, tmp_path):
 
     done = play(folder, "--episodes", 2, "--video", tmp_path / "out.mp4")
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert re.search(rf"bossfight, {name}, posterior mean: mean [\d.]+, standard deviation [\d.]+\n", done.stdout)
+    assert re.search(rf"bossfight, {name}, mean weights: mean [\d.]+, standard deviation [\d.]+\n", done.stdout)
     assert (tmp_path / "out.mp4").stat().st_size > 1000
 
 

@@ -103,8 +103,9 @@ def test_requirements_are_pinned(file):
     assert all(re.fullmatch(r"[\w\-\[\]]+==[\w.]+", line) for line in requirements((ROOT / file).read_text()))
 
 
-def test_enjoy_makes_games_as_the_scripts_do():
-    assert blocks("enjoy")["make_envs"] == blocks(GAME_VSOP)["make_envs"]
+@pytest.mark.parametrize("name", ["make_envs", "load_envpool"])
+def test_enjoy_makes_games_as_the_scripts_do(name):
+    assert blocks("enjoy")[name] == blocks(GAME_VSOP)[name]
 
 
 def test_code_is_clean():
