@@ -139,8 +139,7 @@ def test_a_grid_resumes_after_a_kill_and_after_a_signal(experiment, tmp_path):
 
     logs = list(tmp_path.glob("grid/*/log.txt"))
     process = start(experiment, *options)
-    wait_for(lambda: all("--resume" in log.read_text().rpartition("$ ")[2] for log in logs))
-    time.sleep(0.5)
+    wait_for(lambda: all(re.search(r"--resume.*\nstep ", log.read_text().rpartition("$ ")[2]) for log in logs))
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=40)
     assert process.returncode == 143 and errors.count("\n") == 1, errors
