@@ -357,7 +357,7 @@ def make_env(env_id: str):
 def write(path: Path, tree, args: RunArgs):
     """The arrays of a tree by name, and the settings. Atomic: an interruption leaves the previous file."""
     arrays = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in jax.tree.leaves_with_path(tree)}
-    part, meta = path.with_suffix(".part"), dict(script=Path(__file__).stem, args=asdict(args))
+    part, meta = path.with_suffix(".part"), dict(script=Path(__file__).stem, args=asdict(args) | dict(resume=None))
     with open(part, "wb") as file:
         np.savez(file, meta=json.dumps(meta, default=str), **arrays)
     part.replace(path)
@@ -448,7 +448,7 @@ def run(args: RunArgs, env, run_dir: Path):
     if iteration >= args.num_iterations and (run_dir / "results.json").exists():
         return say(f"{run_dir} is already at step {step}, nothing to do; --total-timesteps extends it")
     say(" ".join(f"{name}={x}" for name, x in asdict(args).items()))
-    say(f"{run_dir}: {args.env_id}, {args.num_seeds} seed(s) on {jax.devices()[0].platform}, compiling for up to 20 s")
+    say(f"{run_dir}: {args.env_id}, {args.num_seeds} seed(s) on {jax.devices()[0].platform}, compiling")
     if args.track:
         import wandb
 
@@ -459,8 +459,7 @@ def run(args: RunArgs, env, run_dir: Path):
     writers = [event_file_writer.EventFileWriter(str(run_dir / f"seed_{seed}")) for seed in seeds]
     for writer in writers:  # TensorBoard drops what an interrupted run logged after the checkpoint
         writer.add_event(Event(step=step + 1, session_log=dict(status="START")))
-    if not args.resume:
-        save_checkpoint(run_dir, states, writers, args)
+    save_checkpoint(run_dir, states, writers, args)
     signals = []  # received signals, handled after the current chunk; a second one exits immediately
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number) or signal.signal(number, signal.SIG_DFL))

@@ -277,7 +277,7 @@ class GymnaxPolicy(Policy):
         layers = [(policy[f"layers/{i}/0"].T, policy[f"layers/{i}/1"]) for i in range(3)]
         inputs, outputs = np.zeros(layers[0][0].shape[1]), np.zeros(layers[2][0].shape[0])
         scaling = {} if args["norm_obs"] else dict(obs_mean=inputs, obs_std=inputs + 1)
-        bounds = dict(action_low=outputs - np.inf, action_high=outputs + np.inf)  # the tasks clip actions themselves
+        bounds = dict(action_low=outputs - np.inf, action_high=outputs + np.inf)  # as in training, not clipped here
         super().__init__(args | meta | dict(log_std=outputs) | policy | scaling | bounds | dict(layers=layers))
 
     def act(self, obs, rng, thompson):
