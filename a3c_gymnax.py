@@ -118,6 +118,11 @@ def power_iteration(params):
     return params | dict(vectors=jax.tree.map(lambda v: v / jnp.linalg.norm(v), vectors))
 
 
+def converge(params):
+    """Layers that act have a spectral norm of 1. One power iteration per gradient step lags behind."""
+    return jax.lax.fori_loop(0, 100, lambda _, x: power_iteration(x), params)
+
+
 def normalized(params, name):
     """The layers of actor or critic, hidden ones divided by their sigma. Without spectral norm there are no vectors."""
     layers, vectors = params[name], jax.lax.stop_gradient(params["vectors"][name])
@@ -253,9 +258,7 @@ def init(seed, env, args) -> dict:
 def update(state, env, args):
     """An iteration of Algorithm 1. Returns the next state and statistics."""
     key, key_rollout, key_critic, key_orders, key_masks = random.split(state["key"], 5)
-    params = state["params"]
-    if args.spectral_norm:  # to convergence: the layers that act have a spectral norm of 1
-        params = jax.lax.fori_loop(0, 100, lambda _, x: power_iteration(x), params)
+    params = converge(state["params"]) if args.spectral_norm else state["params"]
     envs, rollout = collect_rollout(params, state["envs"], key_rollout, env, args)
     batch = compute_advantages(params, rollout, key_critic, args)
     lr = args.learning_rate * (1 - state["iteration"] / args.num_iterations if args.anneal_lr else 1)
@@ -359,7 +362,8 @@ def save_checkpoint(run_dir: Path, states: dict, writers: list, args: RunArgs):
     for i, writer in enumerate(writers):
         writer.flush()
         state = jax.tree.map(partial(np.take, indices=i, axis=0), states)
-        policy = dict(layers=normalized(state["params"], "actor"), log_std=state["params"]["log_std"])
+        params = converge(state["params"]) if args.spectral_norm else state["params"]
+        policy = dict(layers=normalized(params, "actor"), log_std=params["log_std"])
         if args.norm_obs:
             _, mean, var = state["envs"]["obs_stats"]
             policy |= dict(obs_mean=mean, obs_std=np.sqrt(var + 1e-8))

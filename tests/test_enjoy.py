@@ -266,11 +266,11 @@ def test_plays_what_a_gymnax_script_saved(env_id, tmp_path):
     assert enjoy.enjoy(enjoy.Args(tmp_path / "seed_1", episodes=2, thompson=True)) != again
 
     # The same action for the same raw observation as the script's own network.
-    policy = enjoy.load_policy(tmp_path / "seed_1")
+    policy, layers = enjoy.load_policy(tmp_path / "seed_1"), script.normalized(script.converge(params), "actor")
     outputs = []
     for raw in 3 * np.random.default_rng(0).normal(size=(20, size)):
         obs = script.normalize(raw[None], *stats[1:])
-        outputs.append(np.asarray(script.forward(script.normalized(params, "actor"), obs, jnp.ones((2, 1)), args))[0])
+        outputs.append(np.asarray(script.forward(layers, obs, jnp.ones((2, 1)), args))[0])
         expected = outputs[-1].argmax() if policy.discrete else outputs[-1]
         np.testing.assert_allclose(policy.act(raw, None, False), expected, atol=1e-4)
 
