@@ -4,6 +4,7 @@
 
 Trains both with every seed, as the trials did, and writes the page README.md, the table of trials and the plots of the
 search to sweeps/results/<study name>/. The page includes notes.md from the same folder. Finished runs are not repeated.
+Without --seeds nothing is trained: the page shows only the search.
 """
 
 import copy
@@ -25,7 +26,7 @@ def parse():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("study_name", type=plain_name, help="name of a study of sweeps/offline.py")
-    add("--seeds", type=int, nargs="+", required=True, help="seeds to test on, different from the sweep's")
+    add("--seeds", type=int, nargs="+", default=[], help="seeds to test on, different from the sweep's")
     add("--jobs", type=positive, default=1, help="seeds at the same time (default: 1)")
     add("--folder", type=Path, help="folder of the sweep (default: runs/sweeps/<study name>)")
     add("--storage", help="URL of the database (default: study.db in the folder)")
@@ -66,10 +67,8 @@ def run_all(args, settings: dict, folder: Path, stop) -> dict:
     }
 
 
-def page(study, args, own, returns: dict, results: Path) -> str:
-    best = study.best_trial
-    lines, tuned = [], f"trial {best.number}"
-    scores = {name: np.zeros(len(args.seeds)) for name in ("defaults", tuned)}
+def comparison(args, own, returns: dict, tuned: str, direction: str) -> list:
+    lines, scores = [], {name: np.zeros(len(args.seeds)) for name in ("defaults", tuned)}
     for task in own.tasks:
         a, b = returns["defaults", task], returns[tuned, task]
         lines.append([f"return on {task}", *(with_interval(x.mean(), *interval(x)) for x in (a, b, b - a))])
@@ -78,7 +77,7 @@ def page(study, args, own, returns: dict, results: Path) -> str:
     a, b = scores["defaults"], scores[tuned]
     lines.append(["objective", *(with_interval(x.mean(), *interval(x)) for x in (a, b, b - a))])
     low, high = interval(b - a)
-    if study.direction.name == "MINIMIZE":
+    if direction == "MINIMIZE":
         low, high = -high, -low
     verdict = (
         "The tuned settings are better than the defaults."
@@ -87,6 +86,16 @@ def page(study, args, own, returns: dict, results: Path) -> str:
         if high < 0
         else "The difference between the tuned settings and the defaults is within the noise."
     )
+    return [
+        "## On seeds that were not used for tuning",
+        f"Mean of {len(args.seeds)} seeds ({', '.join(map(str, args.seeds))}) with 95 % bootstrap intervals; the "
+        f"difference is per seed. **{verdict}**",
+        markdown(["", "defaults", tuned, "difference"], lines),
+    ]
+
+
+def page(study, args, own, returns: dict, results: Path) -> str:
+    best = study.best_trial
     with open(results / "trials.csv") as file:
         head, *rows = csv.reader(file)
     states = [row[1] for row in rows]
@@ -99,10 +108,7 @@ def page(study, args, own, returns: dict, results: Path) -> str:
         + "".join(f", {states.count(x)} {y}" for x, y in dict(pruned="pruned", fail="failed").items() if x in states)
         + f". The best, trial {best.number}, has an objective of {number(best.value)} there:",
         f"```bash\n{command_line(study, best)}\n```",
-        "## On seeds that were not used for tuning",
-        f"Mean of {len(args.seeds)} seeds ({', '.join(map(str, args.seeds))}) with 95 % bootstrap intervals; the "
-        f"difference is per seed. **{verdict}**",
-        markdown(["", "defaults", tuned, "difference"], lines),
+        *(comparison(args, own, returns, f"trial {best.number}", study.direction.name) if returns else ()),
         "## The search",
         "![Objective by trial](history.png)",
         "![Importance of the parameters](importance.png)" if (results / "importance.png").exists() else "",
@@ -127,16 +133,17 @@ def main():
     stop = threading.Event()
     received = catch_signals(stop.set)
     try:
-        returns = run_all(args, settings, folder / "compare", stop)
+        returns = run_all(args, settings, folder / "compare", stop) if args.seeds else {}
     except Stopped:
         stopped(received)
     results = args.results / args.study_name
     write_results(study, results)
-    with open(results / "comparison.csv", "w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["settings", "task", "seed", "return"])
-        for (name, task), found in returns.items():
-            table.writerows([name, task, seed, round(x, 3)] for seed, x in zip(args.seeds, found))
+    if returns:
+        with open(results / "comparison.csv", "w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["settings", "task", "seed", "return"])
+            for (name, task), found in returns.items():
+                table.writerows([name, task, seed, round(x, 3)] for seed, x in zip(args.seeds, found))
     (results / "README.md").write_text(page(study, args, own, returns, results))
     print(f"wrote {results / 'README.md'}")
 

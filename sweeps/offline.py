@@ -52,7 +52,7 @@ def parse_arguments(words: list):
     add("--study-name", type=plain_name, help="name of the study (default: that of the file)")
     add("--folder", type=Path, help="where logs, runs and results go (default: runs/sweeps/<study name>)")
     add("--storage", help="URL of the database, such as postgresql+psycopg://user:password@host/name (default: SQLite)")
-    add("--prune", action="store_true", help="stop a trial below the median of the others, once ten are complete")
+    add("--prune", action="store_true", help="stop a trial below the median of the others after three runs or more")
     args = parser.parse_args(words)
     args.study_name = args.study_name or args.file.stem
     args.folder, args.storage = places(args)
@@ -108,6 +108,16 @@ def arguments(words: list, values: dict):
 # ----------------------------------------------------------------------------------------------------------- study
 
 
+class Storage(optuna.storages.RDBStorage):
+    """Lets one thread at a time start a trial: SQLite would give the same interrupted trial to two of them."""
+
+    lock = threading.Lock()
+
+    def set_trial_state_values(self, *args, **kwargs) -> bool:
+        with self.lock:
+            return super().set_trial_state_values(*args, **kwargs)
+
+
 def open_study(url: str, name: str, sweep: dict | None = None, prune=False) -> optuna.Study:
     """Opens the study of the sweep, or creates it. Without a sweep, it must exist."""
     life = dict(heartbeat_interval=HEARTBEAT, grace_period=GRACE)
@@ -120,13 +130,15 @@ def open_study(url: str, name: str, sweep: dict | None = None, prune=False) -> o
                 Path(url.database).parent.mkdir(parents=True, exist_ok=True)
             # Processes wait for each other at an SQLite file; a connection to a server may be lost overnight.
             engine = dict(connect_args=dict(timeout=60)) if sqlite else dict(pool_pre_ping=True)
-            storage = optuna.storages.RDBStorage(url.render_as_string(hide_password=False), engine, **life)
+            storage = Storage(url.render_as_string(hide_password=False), engine, **life)
             if sweep is None:
                 return optuna.load_study(study_name=name, storage=storage)
+            # The first runs of a trial say little of the tasks that follow, and fewer than five trials have no median.
+            median = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=3)
             study = optuna.create_study(
                 study_name=name, storage=storage, direction=sweep["direction"], load_if_exists=True,
                 sampler=optuna.samplers.GPSampler(),
-                pruner=optuna.pruners.MedianPruner(n_startup_trials=10) if prune else optuna.pruners.NopPruner(),
+                pruner=median if prune else optuna.pruners.NopPruner(),
             )  # fmt: skip
             break
         except KeyError:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -363,17 +364,29 @@ def inside(monkeypatch, tmp_path):
 
 
 def test_a_bad_trial_is_pruned_if_asked(sweep, tmp_path, inside, monkeypatch):
-    extra = ["--seeds", "1", "2"]
+    extra = ["--seeds", "1", "2", "3", "4"]
     url = f"sqlite:///{tmp_path / 'sweep' / 'study.db'}"
     study = offline.open_study(url, "fake", offline.load_sweep(sweep, extra))
     space = {"learning-rate": optuna.distributions.FloatDistribution(0.0001, 0.001, step=0.00005)}
     good = dict(params={"learning-rate": 0.001}, distributions=space, user_attrs=dict(values={"learning-rate": 0.001}))
-    for _ in range(10):
-        study.add_trial(optuna.create_trial(value=100.0, intermediate_values={1: 100.0, 2: 100.0}, **good))
+    for _ in range(5):
+        study.add_trial(optuna.create_trial(value=100.0, intermediate_values=dict.fromkeys(range(1, 5), 100.0), **good))
     monkeypatch.setattr(offline, "write_results", print)
-    inside(offline.main, sweep, "--folder", tmp_path / "sweep", "--trials", 11, "--prune", "--", *extra)
+    inside(offline.main, sweep, "--folder", tmp_path / "sweep", "--trials", 6, "--prune", "--", *extra)
     assert study_of(sweep).trials[-1].state == TrialState.PRUNED
-    assert not (tmp_path / "sweep" / "trial-10" / "T__2").exists()
+    runs = {path.name for path in (tmp_path / "sweep" / "trial-5").iterdir() if path.is_dir()}
+    assert runs == {"T__1", "T__2", "T__3"}
+
+
+def test_two_threads_never_start_the_same_trial(sweep, tmp_path):
+    study = offline.open_study(f"sqlite:///{tmp_path / 'study.db'}", "fake", offline.load_sweep(sweep, []))
+    for _ in range(60):
+        study.enqueue_trial({"learning-rate": 0.0005})
+    with ThreadPoolExecutor(2) as pool:
+        trials = [
+            x for numbers in pool.map(lambda _: [study.ask().number for _ in range(30)], range(2)) for x in numbers
+        ]
+    assert sorted(trials) == list(range(60))
 
 
 def test_best_settings_are_compared_with_the_defaults(sweep, tmp_path, inside, capsys):
@@ -388,7 +401,11 @@ def test_best_settings_are_compared_with_the_defaults(sweep, tmp_path, inside, c
     assert max(float(row["objective"]) for row in rows) == pytest.approx(study.best_value, rel=1e-5)
     rates = [trial.params["learning-rate"] for trial in study.trials]
     assert [float(row["learning-rate"]) for row in rows] == pytest.approx(rates)
-    options = ["fake", "--folder", tmp_path / "sweep", "--results", tmp_path / "results", "--jobs", 2, "--seeds"]
+    options = ["fake", "--folder", tmp_path / "sweep", "--results", tmp_path / "results", "--jobs", 2]
+    inside(compare.main, *options)
+    page = (tmp_path / "results" / "fake" / "README.md").read_text()
+    assert "2 complete trials" in page and "not used for tuning" not in page
+    options.append("--seeds")
     inside(compare.main, *options, 11, 12)
     page = (tmp_path / "results" / "fake" / "README.md").read_text()
     assert "0.51 [0.51, 0.51]" in page and f"{best * 1000 - 0.5:.2f} [" in page
@@ -396,7 +413,7 @@ def test_best_settings_are_compared_with_the_defaults(sweep, tmp_path, inside, c
         assert (tmp_path / "results" / "fake" / name).stat().st_size > 10_000
     assert (tmp_path / "results" / "fake" / "comparison.csv").read_text().count("\n") == 5
     capsys.readouterr()
-    for main, *arguments in ((compare.main, *options, 1, 11), (compare.main, "fake"), (compare.main, "../x", *options)):
+    for main, *arguments in ((compare.main, *options, 1, 11), (compare.main, "none"), (compare.main, "../x", *options)):
         with pytest.raises(SystemExit) as stop:
             inside(main, *arguments)
         error = capsys.readouterr().err
