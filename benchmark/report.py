@@ -95,13 +95,13 @@ def other_pages(experiment) -> list:
 
 
 def update_table(path: Path, runs: list, in_parts: bool, others=()) -> pd.DataFrame:
-    """Adds the runs that finished since the table was written, and those of other tables."""
+    """Adds the runs that finished since the table was written, and those of other tables that are as long."""
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*KEYS, "minutes", "step", "value"])
     known = set(map(tuple, table[KEYS].drop_duplicates().itertuples(index=False)))
-    frames = [table] if len(table) else []
+    frames, lengths = [table] if len(table) else [], {*table["total"], *(run.total for run in runs)}
     for other in others:
         for key, rows in other.groupby(KEYS):
-            if key not in known:
+            if key not in known and key[-1] in lengths:
                 frames.append(rows)
                 known.add(key)
     for run in runs:
@@ -302,9 +302,32 @@ def cell(values):
     return with_interval(np.mean(values), *interval(values))
 
 
+def opponents(experiment, methods) -> list:
+    """Each method after the one that it is compared with: the first, or the one that it is a variant of."""
+    first = next(iter(experiment.methods))
+    of_variant = ((x.removesuffix(" as published"), x) for x in methods if x != first)
+    return [(base if base != x else first, x) for base, x in of_variant]
+
+
+def count_table(rows, pairs, tasks) -> list:
+    """On how many tasks the second of a pair is worse or better than the first."""
+    lines = []
+    for one, other in pairs:
+        both = [(of(rows, one, task)["final"], of(rows, other, task)["final"]) for task in tasks]
+        both = [(a, b) for a, b in both if len(a) and len(b)]
+        if len(both) > 1:
+            found = ((b.mean() < a.mean(), b.max() < a.min(), b.min() > a.max()) for a, b in both)
+            counts = [sum(column) for column in zip(*found)]
+            p = stats.binomtest(counts[0], len(both)).pvalue
+            lines.append([f"{other} against {one}", str(len(both)), *map(str, counts), f"{p:.2g}"])
+    head = ["", "tasks", "mean return lower", "all seeds lower", "all seeds higher", "sign test of the means"]
+    return ["### Tasks on which a method is worse or better", markdown(head, lines)] if lines else []
+
+
 def claim_tables(rows, experiment, methods, total):
     """A table for each method against the first, or against the one that it is a variant of; and one for those without
-    runs. Published values are at the same number of steps if the authors plot them, otherwise at their last."""
+    runs. One table for all if there is nothing to compare. Published values are at the same number of steps if the
+    authors plot them, otherwise at their last."""
     theirs, tasks, first = published(), experiment.tasks, next(iter(experiment.methods))
     variant_of = {method: method.removesuffix(" as published") for method in experiment.methods}
 
@@ -315,12 +338,13 @@ def claim_tables(rows, experiment, methods, total):
         tasks = [task for task in tasks if (rows["task"] == task).any()]
         lines = [[method, *(cell(of(rows, method, task)["final"]) for task in tasks)] for method in methods]
         return [markdown(["method", *tasks], lines)]
-    pairs = [(variant_of[x] if x != variant_of[x] else first, x) for x in methods if x != first]
+    pairs = opponents(experiment, methods)
     absent = (x for x in experiment.methods if x not in methods and known(x, theirs))
     end, page = 25_000_000 if tasks == TASKS["procgen"] else 3_000_000, []
-    for group in (*pairs, (first, *absent)):
+    groups = [*pairs, (first, *absent)] if first in methods and pairs else [tuple(methods)]
+    for group in groups:
         ours = [name for name in group if name in methods]
-        if not ours or (group == (first,) and pairs):
+        if group == (first,) and pairs:
             continue
         names = list(dict.fromkeys(variant_of[name] for name in group))
         now, lines = all(known(name, published(total)) for name in names), []
@@ -421,7 +445,8 @@ steps, are read from their plots."""
             text += f" On-policy runs here anneal their learning rate over {total:,} steps, theirs over 3,000,000."
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
     figure = f"![learning curves](curves_{total}.png)"
-    page = [f"## {total:,} steps, {many}", text, *claim_tables(rows, experiment, methods, total), figure]
+    page = [f"## {total:,} steps, {many}", text, *claim_tables(rows, experiment, methods, total)]
+    page += [*count_table(rows, opponents(experiment, methods), tasks), figure]
     reference = references(total)
     of_ppo = [task for task in tasks if task in reference.index]
     shared = [task for task in of_ppo if all(len(of(rows, method, task)) for method in methods)]
@@ -430,7 +455,7 @@ steps, are read from their plots."""
         complete = list(matrices(rows, "final", methods, part))
         if len(part) < 2 or len(complete) < min(2, len(methods)):  # one alone is compared with nothing
             continue
-        page += [f"## Over {len(part)} tasks, {len(complete)} methods", NORMALIZATION]
+        page += [f"## Over {len(part)} tasks, {len(complete)} method{'s' * (len(complete) > 1)}", NORMALIZATION]
         if len(part) < len(experiment.tasks):
             page.append(f"The tasks are {', '.join(part)}.")
         if (longer := reference.loc[part, "length"].max()) > total:
@@ -440,7 +465,7 @@ steps, are read from their plots."""
             found = summarize(rows, column, title, methods, part, reference, path)
             page += found
             figures += found[:1] * (len(complete) > 1)
-    return (figures or [figure])[0], page + missing(rows, experiment)
+    return (figures or [figure])[0], page
 
 
 def shared_seeds(table):
@@ -477,12 +502,12 @@ def ranks(rows, methods, task) -> list:
 
 def gymnax_section(table, total, experiment, folder):
     """The same for the JAX scripts."""
-    everything, table = scores(table), shared_seeds(table)
+    table = shared_seeds(table)
     rows = scores(table)
     methods = [method for method in experiment.methods if (rows["method"] == method).any()]
     tasks = [task for task in experiment.tasks if all(len(of(rows, method, task)) > 1 for method in methods)]
     if not tasks:
-        return "", [f"## {total:,} steps", "No task has two seeds of each method.", *missing(everything, experiment)]
+        return "", [f"## {total:,} steps", "No task has two seeds of each method."]
     plot_curves(table, methods, tasks, folder / f"curves_{total}.png")
     text = f"""Mean final return over seeds, with its standard error. The return of a seed is the mean of the last
 episode of each environment. The figure has 95 % percentile bootstrap bands over seeds, or the runs if there are fewer
@@ -502,7 +527,7 @@ errors of the difference, if their seeds vary as ours do (they publish no errors
     page.append("""As in the paper, a rank is 1 plus the number of methods that are better by a paired t-test over seeds
 at p = 0.1. Methods that do not differ share a rank.""")
     page.append(markdown(head, lines))
-    return f"![learning curves](curves_{total}.png)", page + missing(everything, experiment)
+    return f"![learning curves](curves_{total}.png)", page
 
 
 def main(args):
@@ -517,10 +542,11 @@ def main(args):
         if run.seed == 1 and run.task == "Humanoid-v4" and "VSOP" in run.method:
             save_histograms(folder / "histograms.json", run)
             break
-    parts = []
+    part, parts = gymnax_section if experiment.seeds_per_run else section, []
     for total in table["total"].value_counts().index:  # the length of most runs first
-        part = gymnax_section if experiment.seeds_per_run else section
-        parts.append(part(table[table["total"] == total], int(total), experiment, folder))
+        rows = table[table["total"] == total]
+        figure, paragraphs = part(rows, int(total), experiment, folder)
+        parts.append((figure, paragraphs + (missing(scores(rows), experiment) if not parts else [])))
     notes = (folder / "notes.md").read_text().strip() if (folder / "notes.md").exists() else ""
     opening, heading, rest = f"\n{notes}".partition("\n## ")
     command = f"python benchmark/report.py {args.experiment}{' --committed' * args.committed}"

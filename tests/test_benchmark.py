@@ -380,18 +380,20 @@ def test_ppo_is_read_at_the_number_of_steps(tmp_path, monkeypatch):
 
 
 def test_committed_pages_share_runs_of_the_same_command(tmp_path, monkeypatch):
-    """Only those: of another task, or of a method that only has the same name, no row is taken."""
-    rows = [dict(method=m, task=t, seed=1, total=10, minutes=1.0, step=10, value=5.0) for m, t in (
-        ("VSOP", "Hopper-v4"), ("VSOP", "CartPole-v1"), ("PPO", "Hopper-v4"))]  # fmt: skip
+    """Only those: of another task or length, or of a method that only has the same name, no row is taken."""
+    rows = [dict(method=m, task=t, seed=1, total=n, minutes=1.0, step=n, value=5.0) for m, t, n in (
+        ("VSOP", "Hopper-v4", 10), ("VSOP", "Hopper-v4", 30), ("VSOP", "CartPole-v1", 10), ("PPO", "Hopper-v4", 10))
+    ]  # fmt: skip
     (tmp_path / "baselines").mkdir()
     pd.DataFrame(rows).to_csv(tmp_path / "baselines" / "curves.csv.gz", index=False)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     vsop = runner.load_experiment("baselines").methods["VSOP"]
     experiment = runner.Experiment("own", ["Hopper-v4"], {"ours": vsop, "PPO": "ppo_continuous.py --gamma 0.5"})
-    table = report.update_table(tmp_path / "own.csv.gz", [], False, report.other_pages(experiment))
-    assert table[report.KEYS].values.tolist() == [["ours", "Hopper-v4", 1, 10]]
-    again = report.update_table(tmp_path / "own.csv.gz", [], False, report.other_pages(experiment))
-    assert len(again) == 1
+    own = dict(method="PPO", task="Hopper-v4", seed=2, total=10, minutes=1.0, step=10, value=4.0)
+    pd.DataFrame([own]).to_csv(tmp_path / "own.csv.gz", index=False)
+    for _ in range(2):
+        table = report.update_table(tmp_path / "own.csv.gz", [], False, report.other_pages(experiment))
+        assert table[report.KEYS].values.tolist() == [["PPO", "Hopper-v4", 2, 10], ["ours", "Hopper-v4", 1, 10]]
 
 
 def test_committed_runs_have_ppo_on_all_tasks():
@@ -450,6 +452,29 @@ def test_tables_of_claims():
     assert lines == ["| Hopper-v4 | 1.00 and 2.00 | 5.00 [5.00, 5.00] | 1,700 | 2,200 |"]
     assert page[3].splitlines()[2] == "| Hopper-v4 | 1.00 and 2.00 | 7.00 | 1,827 | 962 [732, 1,202] |"
     assert page[5].splitlines()[0] == "| task | VSOP | VSOP, published at 3,000,000 | SAC, published at 3,000,000 |"
+
+
+@pytest.mark.parametrize(
+    "methods, head",
+    [(["VSOP"], "VSOP | VSOP, published at 3,000,000"),
+     (["A3C", "SAC"], "A3C | SAC | A3C, published at 3,000,000 | SAC, published at 3,000,000")],
+)  # fmt: skip
+def test_one_table_where_there_is_nothing_to_compare(methods, head):
+    """A method alone, or without the first one."""
+    experiment = runner.Experiment("x", ["Hopper-v4"], dict.fromkeys(("VSOP", "PPO", "A3C", "SAC"), "x.py"))
+    rows = rows_of(dict.fromkeys(methods, [1.0]), task="Hopper-v4")
+    title, table = report.claim_tables(rows, experiment, methods, 200_000)
+    assert title == f"### {' against '.join(methods)}"
+    assert table.splitlines()[0] == f"| task | {head} |" and table.splitlines()[2].startswith("| Hopper-v4 | 1.00 |")
+
+
+def test_counts_of_tasks():
+    """Y is worse in the mean on A, B and C, of those on A and B with all seeds. On D it is better, on E not run."""
+    returns = dict(A=([3, 4], [1, 2]), B=([3, 4], [1]), C=([3, 4], [1, 5]), D=([3, 4], [9]), E=([3], []))
+    rows = pd.concat(rows_of(dict(zip(("X", "Y"), values)), task=task) for task, values in returns.items())
+    title, table = report.count_table(rows, [("X", "Y"), ("X", "none")], list(returns))
+    assert table.splitlines()[2:] == ["| Y against X | 4 | 3 | 2 | 1 | 0.62 |"]  # 10 of the 16 signs are as uneven
+    assert report.count_table(rows, [("X", "Y")], ["A"]) == []
 
 
 def test_variants_are_compared_with_their_method():
