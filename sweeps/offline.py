@@ -228,7 +228,8 @@ def write_results(study: optuna.Study, folder: Path):
 
     folder.mkdir(parents=True, exist_ok=True)
     table = study.trials_dataframe(attrs=("number", "state", "value", "duration", "params"))
-    table = table[table["state"].isin(["COMPLETE", "PRUNED", "FAIL"])]
+    failed = [trial.number for trial in study.trials if "error" in trial.user_attrs]  # the others were interrupted
+    table = table[table["state"].isin(["COMPLETE", "PRUNED"]) | table["number"].isin(failed)]
     table["state"] = table["state"].str.lower()
     table["duration"] = (table["duration"].dt.total_seconds() / 60).round(1)
     names = dict(number="trial", value="objective", duration="minutes")

@@ -276,6 +276,9 @@ def test_a_killed_sweep_resumes(sweep, tmp_path):
     assert study.trials[1].params == study.trials[2].params
     log = (tmp_path / "sweep" / "trial-1" / "T__1" / "log.txt").read_text()
     assert log.count("$ ") == 1 and not (tmp_path / "sweep" / "trial-2").exists()
+    offline.write_results(study, tmp_path / "results")
+    with open(tmp_path / "results" / "trials.csv") as table:  # the interrupted trial did not fail
+        assert [row["trial"] for row in csv.DictReader(table)] == ["0", "2"]
     again, _ = finish(sweep, *options)
     assert again.splitlines()[-1] == out.splitlines()[-1] and states(study_of(sweep)) == states(study)
     assert f"--learning-rate={study.best_params['learning-rate']:.12g}" in again.splitlines()[-1]
