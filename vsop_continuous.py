@@ -45,6 +45,7 @@ import zipfile
 from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
+from typing import Literal
 
 # Matrices of this size gain nothing from more threads, and runs side by side would fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,6 +78,7 @@ class Args:
     gae_lambda: float = 0.61  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 9  # passes over each rollout
+    target_kl: float = math.inf  # no more passes over a rollout once the approximate KL divergence exceeds this
     max_grad_norm: float = 7.1  # gradients are clipped to this norm
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the critic's squared error
@@ -88,6 +90,7 @@ class Args:
     norm_obs: bool = True  # normalize observations by their running mean and variance
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return
     bootstrap_truncated: bool = True  # bootstrap from v at a time limit, and restart the return that scales rewards
+    preset: Literal["paper", "few-actions"] = "paper"  # defaults of other flags: the paper's, or for up to 7 actions
 
     @property
     def batch_size(self) -> int:
@@ -96,6 +99,11 @@ class Args:
     @property
     def num_iterations(self) -> int:
         return self.total_timesteps // self.batch_size
+
+
+# Defaults that --preset replaces; how "few-actions" was found: sweeps/results/tuned/README.md
+FEW_ACTIONS = dict(learning_rate=6e-4, gae_lambda=0.95, max_grad_norm=0.5, target_kl=0.3)
+PRESETS = {"paper": {}, "few-actions": FEW_ACTIONS}
 
 
 # ----------------------------------------------------------------------------------------------------- environment
@@ -407,6 +415,8 @@ def learn(args: Args, envs: Envs, agent: Agent, optimizer, device: torch.device,
                     parameter.grad = x
                 optimizer.step()
                 stats.append(torch.stack(list(stat.values())))
+            if stat["approx_kl"] > args.target_kl:
+                break
         yield iteration, batch, dict(zip(stat, torch.stack(stats, dim=1)))
 
 
@@ -625,8 +635,11 @@ def parse_args() -> RunArgs:
     """From the command line, in two boxes of --help. With --resume, the saved ones; what decides learning is fixed."""
     argv = [f"{float(x):.0f}" if re.fullmatch(r"\d+e\d+", x) else x for x in sys.argv[1:]]  # 1e6 is an integer too
     flags = dict(description=__doc__.partition("\n\n")[0], args=argv)
-    boxes = tyro.cli(dict, default=dict(learning=Args(), run=RunFlags()), config=[tyro.conf.OmitArgPrefixes], **flags)
-    args = RunArgs(**vars(boxes["learning"]), **vars(boxes["run"]))
+    learning = Args()
+    for _ in range(2):  # the second time with the settings of --preset as defaults
+        default = dict(learning=Args(**PRESETS[learning.preset]), run=RunFlags())
+        learning, run = tyro.cli(dict, default=default, config=[tyro.conf.OmitArgPrefixes], **flags).values()
+    args = RunArgs(**vars(learning), **vars(run))
     if args.resume:
         saved = RunArgs(**load_checkpoint(args.resume)["args"])
         args = tyro.cli(RunArgs, default=saved, **flags)

@@ -8,7 +8,9 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -81,6 +83,27 @@ def test_help_lists_every_flag_with_its_meaning(name, monkeypatch, capsys):
     learning = learning.split(" learning options ")[1]
     assert "--learning-rate" in learning and "--gamma" in learning and "--seed" in learning
     assert "--checkpoint-every" in run and "--resume" in run and "--learning-rate" not in run
+
+
+def test_a_preset_replaces_defaults_and_not_flags(monkeypatch, tmp_path, capsys):
+    script = load("vsop_continuous")
+    settings = script.PRESETS["few-actions"]
+    tuned = script.Args(preset="few-actions", **settings)
+    assert tuned != script.Args(preset="few-actions")
+    assert get_args(get_type_hints(script.Args)["preset"]) == tuple(script.PRESETS)
+
+    def parsed(*options):
+        monkeypatch.setattr(sys, "argv", ["vsop_continuous.py", *map(str, options)])
+        return script.Args(**{x.name: getattr(script.parse_args(), x.name) for x in fields(script.Args)})
+
+    assert parsed() == parsed("--preset", "paper") == script.Args()
+    assert parsed("--preset", "few-actions") == tuned
+    assert parsed("--gae-lambda", 0.5, "--preset", "few-actions") == replace(tuned, gae_lambda=0.5)
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path), "--preset", "tuned", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    resume = ("--resume", run_dir(tmp_path))
+    assert parsed(*resume).learning_rate == settings["learning_rate"]
+    assert "--preset" in refused(monkeypatch, capsys, "vsop_continuous", *resume, "--preset", "paper")
 
 
 BAD = [  # the first flag is the one to blame

@@ -301,6 +301,25 @@ def test_compiled_step_is_the_eager_one(name, capsys):
         assert capsys.readouterr().err == ""  # it was compiled
 
 
+@pytest.mark.parametrize("target_kl, updates", [(0.3, 4), (0.5, 8), (math.inf, 12)])
+def test_passes_over_a_rollout_end_at_the_target_kl(target_kl, updates):
+    """Of three passes with four minibatches each. The divergence is 0.05 more after each minibatch."""
+    settings = dict(num_steps=16, num_minibatches=4, update_epochs=3, total_timesteps=16, width=8, target_kl=target_kl)
+    args = vsop_continuous.Args(env_id="Pendulum-v1", **settings)
+    envs = vsop_continuous.Envs([vsop_continuous.make_env(args)], args)
+    agent = vsop_continuous.Agent(envs, args)
+    calls = []
+
+    def gradients(*inputs):
+        calls.append(inputs)
+        grads, stats = vsop_continuous.gradients(*inputs)
+        return grads, stats | dict(approx_kl=torch.tensor(0.05 * (len(calls) + 3)))
+
+    optimizer = vsop_continuous.make_optimizer(agent, args)
+    ((_, _, stats),) = vsop_continuous.learn(args, envs, agent, optimizer, torch.device("cpu"), gradients)
+    assert len(calls) == len(stats["approx_kl"]) == updates
+
+
 def test_a_setting_changed_in_mid_run_reaches_the_compiled_gradient():
     args, agent = small_agent(a3c_continuous)
     minibatch = random_minibatch(a3c_continuous, args)

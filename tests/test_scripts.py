@@ -33,11 +33,13 @@ DIFFERENT = {
     "Agent": (BY_CRITIC, MASKS + "; RMPG's critic is q(s, a)"),
     "compute_advantages": (BY_CRITIC, MASKS + "; RMPG has the values of all actions"),
     "make_optimizer": ([BAYESIAN, {A3C}, {PPO, GAME_PPO}, {GAME_VSOP}], "AdamW, RMSProp and Adam, as in the paper"),
+    "learn": ([{VSOP}, set(SCRIPTS) - {VSOP}, GAMES], "VSOP has --target-kl; " + FRAMES),
+    "parse_args": ([{VSOP}, set(ALL) - {VSOP}], "VSOP has presets"),
     "save": ([set(SCRIPTS), {GAME_VSOP}, {GAME_PPO}], FRAMES),
     **{
         name: (BY_TASK, FRAMES)
         for name in (
-            "Envs", "learn", "RunFlags", "restore", "Progress", "train", "run",
+            "Envs", "RunFlags", "restore", "Progress", "train", "run",
         )
     },
 }  # fmt: skip
