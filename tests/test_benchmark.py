@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tyro
-from conftest import ROOT, alive, cli_args, scalars, wait_for
+from conftest import ROOT, alive, cli_args, load, scalars, wait_for
 from PIL import Image
 from rliable import metrics
 from scipy import stats
@@ -541,10 +542,17 @@ def cells(path) -> dict:
     return {task: [cell for first, *cells in rows if first == task for cell in cells] for task in tasks}
 
 
+def test_the_tuned_experiment_has_the_settings_of_the_preset():
+    script, *flags = runner.load_experiment("tuned").methods["VSOP, tuned"].split()
+    args, preset = tyro.cli(cli_args("vsop_continuous"), args=flags), load("vsop_continuous").PRESETS["few-actions"]
+    assert script == "vsop_continuous.py" and args == replace(cli_args("vsop_continuous")(), **preset)
+
+
 def test_the_readme_has_the_numbers_of_the_pages():
-    page = cells(ROOT / "benchmark" / "results" / "timelimit" / "README.md")
-    for task, found in cells(ROOT / "README.md").items():
-        assert len(found) == 5 and set(found) <= set(page[task]), task
+    pages = [cells(ROOT / "benchmark" / "results" / name / "README.md") for name in ("timelimit", "tuned")]
+    for task, (vsop, tuned, *others) in cells(ROOT / "README.md").items():
+        assert len(others) == 4 and {vsop, *others} <= set(pages[0][task]), task
+        assert tuned in (pages[1][task] or ["no preset"]), task
     aggregates = (ROOT / "benchmark" / "results" / "baselines" / "README.md").read_text()
     iqm = re.search(r"\| VSOP \|[^|]*\| (.*?) \|", aggregates.split("## Over")[1])[1]
     assert f"interquartile mean is {iqm}:" in (ROOT / "README.md").read_text()
