@@ -39,7 +39,7 @@ FAKE = "tests/fake_script.py"
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_commands_of_the_experiments_are_legal(name):
     experiment = runner.load_experiment(name)
-    assert len(experiment.tasks) == dict(procgen=16, classic=4, minatar=4).get(name, 10)
+    assert len(experiment.tasks) == dict(procgen=16, classic=4, minatar=4, tuned=7, candidates=5).get(name, 10)
     if experiment.seeds_per_run:
         pytest.importorskip("gymnax")
     for command in experiment.methods.values():
