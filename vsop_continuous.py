@@ -102,8 +102,7 @@ class Args:
 
 
 # Defaults that --preset replaces; how "few-actions" was found: sweeps/results/tuned/README.md
-FEW_ACTIONS = dict(learning_rate=6e-4, gae_lambda=0.95, max_grad_norm=0.5, target_kl=0.3)
-PRESETS = {"paper": {}, "few-actions": FEW_ACTIONS}
+PRESETS = {"paper": {}, "few-actions": dict(learning_rate=6e-4, gae_lambda=0.95, max_grad_norm=0.5, target_kl=0.3)}
 
 
 # ----------------------------------------------------------------------------------------------------- environment
