@@ -99,7 +99,7 @@ def test_a_preset_replaces_defaults_and_not_flags(monkeypatch, tmp_path, capsys)
     assert parsed() == parsed("--preset", "paper") == script.Args()
     assert parsed("--preset", "few-actions") == tuned
     assert parsed("--gae-lambda", 0.5, "--preset", "few-actions") == replace(tuned, gae_lambda=0.5)
-    done = run("vsop_continuous", *TINY, *own_task(tmp_path), "--preset", "tuned", cwd=tmp_path)
+    done = run("vsop_continuous", *TINY, *own_task(tmp_path), "--preset", "few-actions", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     resume = ("--resume", run_dir(tmp_path))
     assert parsed(*resume).learning_rate == settings["learning_rate"]
