@@ -31,7 +31,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 TITLES = dict(
     baselines="Comparison to baselines", mechanisms="Effect of each mechanism", parallel="Effect of parallelization",
     vsppo="Spectral norm and Thompson sampling in PPO", timelimit="Truncation treated as termination",
-    tuned="VSOP tuned for few actions", candidates="Two settings of the search after 1,000,000 steps",
+    tuned="VSOP tuned for few actions", candidates="Settings of the search after 1,000,000 steps",
     procgen="ProcGen", classic="Gymnax: Classic Control", minatar="Gymnax: MinAtar",
 )  # fmt: skip
 plt.rcParams |= {
