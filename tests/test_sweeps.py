@@ -347,6 +347,8 @@ def test_a_sweep_that_fails_stops(sweep, tmp_path):
     out, errors = finish(sweep, "--trials", 9, code=1)
     assert "it is broken" in errors and errors.count("\n") == 1
     assert out.count("it is broken") == 3 and states(study_of(sweep)) == ["FAIL"] * 3
+    offline.write_results(study_of(sweep), tmp_path / "results")
+    assert (tmp_path / "results" / "trials.csv").read_text().count(",fail,") == 3
 
 
 @pytest.fixture
